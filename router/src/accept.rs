@@ -44,6 +44,7 @@ pub struct Acceptor {
     world: World,
     limits: Deadlines,
     tenants: Tenants,
+    requests_max: usize,
     grammars: GrammarChecks,
     tokenizing: Tokenizing,
 }
@@ -160,7 +161,13 @@ impl Acceptor {
     pub fn new(world: World, limits: Deadlines, metrics: RouterMetrics) -> Self {
         let (tenants, grammars, tokenizing) =
             (Tenants::default(), GrammarChecks::default(), Tokenizing::new(metrics));
-        Self { world, limits, tenants, grammars, tokenizing }
+        Self { world, limits, tenants, requests_max: usize::MAX, grammars, tokenizing }
+    }
+
+    /// Sets the number of answers that the router serves together, `router.requests_max`.
+    #[must_use]
+    pub fn with_requests_max(self, requests_max: usize) -> Self {
+        Self { requests_max, ..self }
     }
 
     #[must_use]
@@ -258,6 +265,7 @@ impl Acceptor {
         check_prompt_logprobs(&prompts)?;
         let prompt_tokens = prompts.iter().map(|prompt| prompt.tokens.len()).sum();
         let prompts = fanned_out(prompts, params.n);
+        check_answers(prompts.len(), self.requests_max)?;
         let permit = self.tenants.admit(&caller.client, prompts.len(), prompt_tokens)?;
         let Caller { arrived, read, detail, terms, .. } = *caller;
         let arrival = Arrival { at: arrived, read, accepted: self.world.now(), detail, terms };
@@ -394,6 +402,16 @@ fn check_counts(inputs: &Inputs, params: &SamplingParams) -> Result<(), AcceptEr
         return Err(AcceptError::invalid("n", reason));
     }
     Ok(())
+}
+
+/// Refuses a request with more answers than the router serves together: it could never be served.
+pub(crate) fn check_answers(n_answers: usize, requests_max: usize) -> Result<(), AcceptError> {
+    if n_answers <= requests_max {
+        return Ok(());
+    }
+    let reason =
+        format!("{n_answers} answers are more than the {requests_max} requests of router.requests_max");
+    Err(AcceptError::invalid("n", reason))
 }
 
 /// Refuses a request whose answer would have too many log-probabilities of prompts.

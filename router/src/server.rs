@@ -186,7 +186,7 @@ impl Router {
         ];
         let balance = self.balance(&serve, &router_metrics);
         let acceptor = Acceptor::new(self.world.clone(), self.config.deadlines, router_metrics.clone());
-        let acceptor = acceptor.with_tenants(tenants);
+        let acceptor = acceptor.with_tenants(tenants).with_requests_max(self.config.requests_max);
         show_text(&metrics, &router_metrics, acceptor.tokenizing().clone(), self.models.clone());
         let (connections, whole) = (self.config.connections, self.config.drain.whole + END_GRACE);
         let limits = |port| {

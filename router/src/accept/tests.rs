@@ -215,6 +215,19 @@ async fn prompts_are_bounded() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn answers_that_never_run_together_are_refused_by_n() {
+    let acceptor = acceptor().with_requests_max(4);
+    let accept = |n, caller: &Caller| {
+        let params = SamplingParams { n, ..SamplingParams::default() };
+        acceptor.accept(&model(), Inputs { param: "prompt", tokens: vec![tokens(1)] }, &params, caller)
+    };
+    let caller = caller(&acceptor);
+    assert_eq!(accept(4, &caller).expect("as many as run together").prompts.len(), 4);
+    let error = accept(5, &caller).expect_err("more than ever run together");
+    assert_eq!(error.to_string(), "n: 5 answers are more than the 4 requests of router.requests_max");
+}
+
+#[tokio::test(start_paused = true)]
 async fn answers_differ_in_id_and_seed_only() {
     let params = SamplingParams { n: 2, seed: Some(u64::MAX), ..SamplingParams::default() };
     let prompts = accept(vec![tokens(1), tokens(2)], &params).expect("accepted").prompts;

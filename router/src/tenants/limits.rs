@@ -10,6 +10,7 @@ use tokio::time::Instant;
 use types::TenantId;
 
 use crate::admission::{Objective, TenantWeight};
+use crate::error::AcceptError;
 
 /// The time after which a client whose tenant has too many running requests should try again.
 const RETRY_AFTER: Duration = Duration::from_secs(1);
@@ -32,6 +33,20 @@ pub struct TenantLimits {
     pub weight: TenantWeight,
     /// The objective of requests that name none in `x-baton-slo`.
     pub slo: Objective,
+}
+
+impl TenantLimits {
+    /// Refuses a request with more answers than may ever run together.
+    pub(crate) fn check_answers(&self, n_answers: usize) -> Result<(), AcceptError> {
+        match self.requests_max {
+            Some(max) if n_answers > max.get() as usize => {
+                let reason =
+                    format!("{n_answers} answers are more than the tenant's {max} concurrent requests");
+                Err(AcceptError::invalid("n", reason))
+            }
+            _ => Ok(()),
+        }
+    }
 }
 
 /// The kind of limit that refuses a request.

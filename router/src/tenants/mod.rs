@@ -145,6 +145,7 @@ impl Tenants {
         prompt_tokens: usize,
     ) -> Result<Option<Arc<TenantPermit>>, AcceptError> {
         let (Some(account), Some(keys)) = (&client.account, &self.0.keys) else { return Ok(None) };
+        account.limits().check_answers(n_answers)?;
         let permit = TenantPermit::take(account, keys.world.now(), n_answers, prompt_tokens);
         permit.map(Arc::new).map(Some).map_err(AcceptError::TenantLimit)
     }

@@ -83,6 +83,8 @@ async fn limits_refuse_and_are_counted() {
     tenants.refused(&client, &refused);
     drop(permit);
     tenants.admit(&client, 1, 10).expect("room again");
+    let never = tenants.admit(&client, 3, 10).expect_err("three never run together");
+    assert_eq!(never.to_string(), "n: 3 answers are more than the tenant's 2 concurrent requests");
     let page = metrics.page();
     let line = "baton_router_tenant_refusals_total{limit=\"requests\",tenant=\"acme\"} 1";
     assert!(page.contains(line), "{page}");

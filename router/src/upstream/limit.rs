@@ -5,7 +5,8 @@ use std::time::Duration;
 
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
-use crate::error::ServeError;
+use crate::accept::check_answers;
+use crate::error::{AcceptError, ServeError};
 
 /// The time after which a refused client should try again.
 const RETRY_AFTER: Duration = Duration::from_secs(1);
@@ -26,6 +27,11 @@ pub struct LimitPermit {
 impl RequestLimit {
     pub fn new(requests_max: usize) -> Self {
         Self { room: Arc::new(Semaphore::new(requests_max)), requests_max }
+    }
+
+    /// Refuses a request with more answers than may ever be served together.
+    pub fn check(&self, n_answers: usize) -> Result<(), AcceptError> {
+        check_answers(n_answers, self.requests_max)
     }
 
     pub fn admit(&self) -> Result<LimitPermit, ServeError> {
@@ -53,5 +59,7 @@ mod tests {
         assert!(matches!(limit.admit(), Err(ServeError::Overloaded { .. })));
         drop(permit);
         limit.admit().expect("there is room again");
+        limit.check(1).expect("as many as are served together");
+        assert_eq!(limit.check(2).expect_err("never served").param(), "n");
     }
 }

@@ -183,7 +183,8 @@ impl Upstream {
         n_answers: usize,
         prompt_tokens: usize,
     ) -> Result<Option<Arc<TenantPermit>>, AcceptError> {
-        let tenants = &self.0.tenants;
+        let UpstreamParts { tenants, limit, .. } = &*self.0;
+        limit.check(n_answers)?;
         let admitted = tenants.admit(&caller.client, n_answers, prompt_tokens);
         admitted.inspect_err(|error| tenants.refused(&caller.client, error))
     }
