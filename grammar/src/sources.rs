@@ -1,7 +1,7 @@
 //! Grammars from what clients send, and their form for llguidance.
 
-use llguidance::JsonCompileOptions;
 use llguidance::api::TopLevelGrammar;
+use llguidance::{JsonCompileOptions, regex_to_lark};
 use serde_json::Value;
 use types::{Grammar, GrammarKind, TokenId};
 
@@ -54,6 +54,59 @@ pub fn token(id: TokenId) -> String {
     format!("{TOKEN}{}]>", id.0)
 }
 
+/// Returns a grammar in the language of Lark with the ids of special tokens in place of their names, such as
+/// `<|user|>`; `None`: it names none.
+pub fn with_token_ids(
+    text: &str,
+    id_of: impl Fn(&str) -> Option<TokenId>,
+) -> Result<Option<Grammar>, GrammarError> {
+    let (mut rest, mut written) = (text, String::new());
+    while let Some(at) = rest.find(['"', '/', '#', '<']) {
+        let (before, from) = rest.split_at(at);
+        let (symbol, after) = from.split_at(symbol_length(from));
+        written.push_str(before);
+        match symbol.starts_with('<') && symbol.len() > 1 && !symbol.starts_with(TOKEN) {
+            true => {
+                let unknown = || GrammarError::Text(format!("the model has no special token `{symbol}`"));
+                written.push_str(&token(id_of(symbol).ok_or_else(unknown)?));
+            }
+            false => written.push_str(symbol),
+        }
+        rest = after;
+    }
+    written.push_str(rest);
+    Ok((written != text).then(|| lark(&written)))
+}
+
+/// Returns the length of the text, expression, comment or token at the beginning of `text`; 1 if it does not end.
+fn symbol_length(text: &str) -> usize {
+    let is_comment = text.starts_with('#') || text.starts_with("//");
+    let first = text.as_bytes()[0];
+    let mut is_escaped = false;
+    for (at, byte) in text.bytes().enumerate().skip(1) {
+        match byte {
+            b'\n' if is_comment => return at,
+            _ if is_comment => {}
+            b'>' if first == b'<' => return at + 1,
+            b'<' | b' ' | b'\t' | b'\r' | b'\n' if first == b'<' => return 1,
+            _ if is_escaped => is_escaped = false,
+            b'\\' => is_escaped = true,
+            _ if byte == first => return at + 1,
+            _ => {}
+        }
+    }
+    if is_comment { text.len() } else { 1 }
+}
+
+/// Returns a grammar as a symbol in the language of Lark, so that it can be a part of another grammar.
+pub fn symbol(grammar: &Grammar) -> Result<String, GrammarError> {
+    match grammar.kind() {
+        GrammarKind::JsonSchema => embedded_json(&schema(grammar.text())?),
+        GrammarKind::Regex => Ok(format!("%lark {{\nstart: /{}/\n}}", regex_to_lark(grammar.text(), ""))),
+        GrammarKind::Lark => Ok(format!("%lark {{\n{}\n}}", grammar.text())),
+    }
+}
+
 /// Returns JSON by a schema as a symbol in the language of Lark.
 pub fn embedded_json(schema: &Value) -> Result<String, GrammarError> {
     Ok(format!("%json {}", with_options(schema.clone())?))
@@ -102,4 +155,27 @@ fn with_options(schema: Value) -> Result<Value, GrammarError> {
     options.apply_to(&mut schema);
     formats::enforce(&mut schema);
     Ok(schema)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_of_tokens_become_ids_outside_of_texts() {
+        let id_of = |name: &str| (name == "<|a|>").then_some(TokenId(7));
+        for (text, expected) in [
+            ("start: <|a|>", Some("start: <[7]>")),
+            ("start: \"<|a|>\" <|a|> /<|a|>/", Some("start: \"<|a|>\" <[7]> /<|a|>/")),
+            ("start: \"\\\"<|b|>\" /\\/<|b|>/ <[3]>", None),
+            ("// <|b|>\n# \"\nstart: <|a|>", Some("// <|b|>\n# \"\nstart: <[7]>")),
+            ("start: %json {\"const\": \"<|b|>\"}", None),
+            ("start: \"a", None),
+        ] {
+            let written = with_token_ids(text, id_of).expect("known tokens");
+            assert_eq!(written.as_ref().map(Grammar::text), expected, "{text}");
+        }
+        let error = with_token_ids("start: <|b|>", id_of).expect_err("unknown");
+        assert_eq!(error.to_string(), "the model has no special token `<|b|>`");
+    }
 }

@@ -225,7 +225,7 @@ impl Acceptor {
         model: &ServedModel,
         params: &SamplingParams,
         caller: &Caller,
-    ) -> Result<(), AcceptError> {
+    ) -> Result<(), RequestError> {
         let Some(asked) = &params.grammar else { return Ok(()) };
         self.grammars.check(model, asked, caller.deadline).await
     }

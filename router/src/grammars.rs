@@ -5,9 +5,9 @@ use std::sync::Arc;
 use grammar::{GrammarError, Recent, sources};
 use tokio::sync::Semaphore;
 use tokio::task::spawn_blocking;
-use types::{Deadline, Grammar};
+use types::{Deadline, Grammar, GrammarKind};
 
-use crate::error::AcceptError;
+use crate::error::{AcceptError, RequestError, ServeError};
 use crate::text::{ServedModel, Tokenizer};
 
 /// The number of accepted grammars whose hashes are kept. An application has few, and sends them again and again.
@@ -85,26 +85,25 @@ impl GrammarChecks {
         model: &ServedModel,
         asked: &AskedGrammar,
         deadline: Deadline,
-    ) -> Result<(), AcceptError> {
-        needs_tokenizer(model, asked.param)?;
+    ) -> Result<(), RequestError> {
+        let asked = with_ids(model, asked)?;
         if self.is_accepted(&asked.grammar) {
             return Ok(());
         }
-        let (checks, asked, n_tokens) = (self.clone(), asked.clone(), model.vocab);
-        let param = asked.param;
-        let failed = |reason: &str| AcceptError::invalid(param, reason);
+        let (checks, n_tokens) = (self.clone(), model.vocab);
         let checked = async {
+            let turn = Arc::clone(&self.turn).acquire_owned().await.expect("the semaphore is never closed");
             // The thread holds the permit: a check goes on after its request is dropped.
-            let turn =
-                Arc::clone(&self.turn).acquire_owned().await.map_err(|_| failed("the router stops"))?;
             let work = spawn_blocking(move || {
                 let _turn = turn;
                 checks.check_now(&asked, n_tokens)
             });
-            work.await.map_err(|_| failed("the check of the grammar has failed"))?
+            work.await.map_err(|error| ServeError::Failed { reason: error.to_string() })
         };
-        let in_time = tokio::time::timeout_at(deadline.instant().into(), checked);
-        in_time.await.map_err(|_| failed("the deadline passed before the grammar was checked"))?
+        let late =
+            |_| ServeError::DeadlinePassed { reason: "the grammar was not checked in time".to_owned() };
+        let in_time = tokio::time::timeout_at(deadline.instant().into(), checked).await;
+        Ok(in_time.map_err(late)???)
     }
 
     /// Returns the grammar, checked now if it was not accepted before.
@@ -114,11 +113,11 @@ impl GrammarChecks {
         asked: Option<&AskedGrammar>,
     ) -> Result<Option<Grammar>, AcceptError> {
         let Some(asked) = asked else { return Ok(None) };
-        needs_tokenizer(model, asked.param)?;
+        let asked = with_ids(model, asked)?;
         if !self.is_accepted(&asked.grammar) {
-            self.check_now(asked, model.vocab)?;
+            self.check_now(&asked, model.vocab)?;
         }
-        Ok(Some(asked.grammar.clone()))
+        Ok(Some(asked.grammar))
     }
 
     fn check_now(&self, asked: &AskedGrammar, n_tokens: u32) -> Result<(), AcceptError> {
@@ -139,6 +138,23 @@ impl GrammarChecks {
     }
 }
 
+/// Returns the grammar with the ids of its special tokens in place of their names, for a model with a tokenizer: nodes
+/// know tokens by their ids.
+fn with_ids(model: &ServedModel, asked: &AskedGrammar) -> Result<AskedGrammar, AcceptError> {
+    needs_tokenizer(model, asked.param)?;
+    let mut asked = asked.clone();
+    let parts = asked.schemas.iter_mut().map(|schema| &mut schema.grammar);
+    let grammars = std::iter::once(&mut asked.grammar).chain(parts);
+    for grammar in grammars.filter(|grammar| grammar.kind() == GrammarKind::Lark) {
+        let written = sources::with_token_ids(grammar.text(), |name| model.tokenizer.special_named(name));
+        match written {
+            Ok(written) => *grammar = written.unwrap_or_else(|| grammar.clone()),
+            Err(error) => return Err(AcceptError::invalid(asked.param, error.to_string())),
+        }
+    }
+    Ok(asked)
+}
+
 /// Refuses a grammar for a model whose tokens are not known as bytes of text.
 fn needs_tokenizer(model: &ServedModel, param: &'static str) -> Result<(), AcceptError> {
     match *model.tokenizer {
@@ -146,5 +162,43 @@ fn needs_tokenizer(model: &ServedModel, param: &'static str) -> Result<(), Accep
         Tokenizer::Bytes | Tokenizer::Absent => {
             Err(AcceptError::unsupported(param, "constrained output needs a model with a `tokenizer.json`"))
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use chassis::World;
+
+    use super::*;
+    use crate::text::tokenizer::HuggingFace;
+
+    fn demo() -> ServedModel {
+        let json = include_bytes!("../../models/demo/tokenizer.json");
+        let tokenizer = Tokenizer::HuggingFace(Box::new(HuggingFace::new(json).expect("the demo model's")));
+        ServedModel { tokenizer: tokenizer.into(), vocab: 2048, ..ServedModel::mock("demo", 64) }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_check_that_waits_too_long_is_late() {
+        let (checks, asked) = (GrammarChecks::default(), AskedGrammar::new("regex", sources::regex("a+")));
+        let _busy = checks.turn.try_acquire_many(CHECKS_MAX as u32).expect("no check yet");
+        let deadline = World::seeded(1).deadline_in(Duration::from_secs(5));
+        let late = checks.check(&demo(), &asked, deadline).await;
+        assert!(matches!(late, Err(RequestError::Serve(ServeError::DeadlinePassed { .. }))), "{late:?}");
+    }
+
+    #[test]
+    fn a_grammar_names_special_tokens() {
+        let (checks, demo) = (GrammarChecks::default(), demo());
+        let accepted = |text: &str| {
+            let asked = AskedGrammar::lark("guided_grammar", text).expect("Lark");
+            checks.accepted(&demo, Some(&asked)).map(|grammar| grammar.expect("a grammar").text().to_owned())
+        };
+        let user = demo.tokenizer.special_named("<|user|>").expect("the demo model's").0;
+        assert_eq!(accepted("start: \"<|user|>\" <|user|>"), Ok(format!("start: \"<|user|>\" <[{user}]>")));
+        let error = accepted("start: \"a\" <|nobody|>").expect_err("it is no token");
+        assert_eq!(error.to_string(), "guided_grammar: the model has no special token `<|nobody|>`");
     }
 }
