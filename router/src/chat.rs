@@ -40,6 +40,8 @@ pub(crate) struct RenderedChat {
     pub(crate) text: PromptText,
     /// How the answers are divided.
     parts: PartsRules,
+    /// The reasoning before the answers; `None`: the model does not reason.
+    reasoning: Option<ReasoningRules>,
     demanded: Option<DemandedCalls>,
 }
 
@@ -79,7 +81,7 @@ impl ChatRequest {
             _ => None,
         };
         let parts = PartsRules { reasoning: reasoning.filter(|_| is_separate), tools: tool_rules };
-        Ok(RenderedChat { text: PromptText::Rendered(text), parts, demanded })
+        Ok(RenderedChat { text: PromptText::Rendered(text), parts, reasoning, demanded })
     }
 
     fn tool_rules(
@@ -117,12 +119,17 @@ impl RenderedChat {
         self.demanded.as_ref().is_some_and(|demanded| demanded.is_named)
     }
 
-    /// Makes the request for answers to the chat. The grammar of demanded calls is the only one.
+    /// Makes the request for answers to the chat. The grammar of demanded calls is the only one. The client's own grammar
+    /// comes after the model's reasoning.
     pub(crate) fn asked(
         self,
         model: Arc<ServedModel>,
         mut params: SamplingParams,
     ) -> Result<AskedRequest, AcceptError> {
+        if let Some(reasoning) = &self.reasoning {
+            let after = |asked: AskedGrammar| asked.after_reasoning(reasoning, &model.tokenizer);
+            params.grammar = params.grammar.map(after);
+        }
         if let Some(DemandedCalls { grammar, .. }) = self.demanded
             && let Some(other) = params.grammar.replace(grammar)
         {

@@ -8,6 +8,8 @@ use tokio::task::spawn_blocking;
 use types::{Deadline, Grammar, GrammarKind};
 
 use crate::error::{AcceptError, RequestError, ServeError};
+use crate::text::reasoning::ReasoningRules;
+use crate::text::tools::after_reasoning;
 use crate::text::{ServedModel, Tokenizer};
 
 /// The number of accepted grammars whose hashes are kept. An application has few, and sends them again and again.
@@ -27,7 +29,7 @@ pub struct AskedGrammar {
     /// The field that contained it.
     pub param: &'static str,
     pub grammar: Grammar,
-    /// The schemas in the grammar. A refusal names the field of the one that is wrong.
+    /// The grammars in the grammar. A refusal names the field of the one that is wrong.
     pub schemas: Vec<AskedSchema>,
 }
 
@@ -53,6 +55,18 @@ impl AskedGrammar {
             return Err(AcceptError::invalid(param, "a text of a choice is not empty"));
         }
         Ok(Self::new(param, sources::choice(texts.iter().map(String::as_str))))
+    }
+
+    /// Returns the grammar for a model that reasons before its answer. A grammar whose text cannot be read stays as it is:
+    /// the check refuses it.
+    pub(crate) fn after_reasoning(self, reasoning: &ReasoningRules, tokenizer: &Tokenizer) -> Self {
+        match after_reasoning(&self.grammar, reasoning, tokenizer) {
+            Ok(grammar) => {
+                let own = AskedSchema { param: self.param.to_owned(), grammar: self.grammar };
+                Self { param: self.param, grammar, schemas: vec![own] }
+            }
+            Err(_) => self,
+        }
     }
 
     /// Makes a grammar in the language of Lark.

@@ -297,7 +297,7 @@ With `x-baton-explain: 1` the last chunk of each choice, or the whole answer, ha
 
 ## Constrained output
 
-An answer may have one grammar: a JSON schema, a regular expression for the whole answer, a list of texts, or a context-free grammar. Every token is chosen among those that the grammar allows, so the answer is valid, or cut by `max_tokens` (`finish_reason: \"length\"`). A token that ends the answer is allowed only where the grammar ends.
+After its reasoning, if any, an answer may have one grammar: a JSON schema, a regular expression for the whole answer, a list of texts, or a context-free grammar. Every token is chosen among those that the grammar allows, so the answer is valid, or cut by `max_tokens` (`finish_reason: \"length\"`). A token that ends the answer is allowed only where the grammar ends.
 
 A grammar that cannot be enforced is refused with a 400 that names the place: `response_format: at /properties/tags: Unimplemented keys: [\"uniqueItems\"]`. Limits: 128 KiB of text, about a second of compilation.
 
@@ -305,7 +305,7 @@ A grammar that cannot be enforced is refused with a 400 that names the place: `r
 - Regular expressions have no look-around or back-references.
 - Grammars are in the language of Lark, as [llguidance](https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md) reads it; `%json {…}` in them is JSON by a schema.
 
-With `tool_choice` `required` or a named function the answer is one or more calls (one with a named function or `parallel_tool_calls: false`) in the model's format, with arguments that are valid by the tools' `parameters`, after the model's reasoning if it reasons. The finish reason is `tool_calls`, and `stop` with a named function. Schemas have the limits above. The formats `pythonic` and `qwen3-coder` have arguments that are not JSON: their `parameters` may have only `properties`, `required` and `additionalProperties`, and a text in `qwen3-coder` only `enum` or `const`; other rules are refused by name.
+With `tool_choice` `required` or a named function the answer is one or more calls (one with a named function or `parallel_tool_calls: false`) in the model's format, with arguments that are valid by the tools' `parameters`. The finish reason is `tool_calls`, and `stop` with a named function. Schemas have the limits above. The formats `pythonic` and `qwen3-coder` have arguments that are not JSON: their `parameters` may have only `properties`, `required` and `additionalProperties`, and a text in `qwen3-coder` only `enum` or `const`; other rules are refused by name.
 
 The model needs a `tokenizer.json`. A mask costs a CPU about 50 µs, while a GPU computes the step.
 

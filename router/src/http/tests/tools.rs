@@ -5,7 +5,8 @@ use types::FinishReason;
 
 use super::fake_serve::*;
 use crate::http::BodyLimits;
-use crate::text::{ChatTemplate, ServedModel};
+use crate::text::tokenizer::HuggingFace;
+use crate::text::{ChatTemplate, ServedModel, Tokenizer};
 
 const CALL: &str =
     "I look.\n<tool_call>\n{\"name\": \"weather\", \"arguments\": {\"city\": \"Paris\"}}\n</tool_call>";
@@ -169,6 +170,30 @@ async fn reasoning_is_apart_from_the_text() {
     assert_eq!((joined.get("reasoning_content"), &joined["content"]), (None, &json!(THOUGHT)));
     let cut = message(OPENS, "Hm.", json!({})).await;
     assert_eq!((&cut["reasoning_content"], &cut["content"]), (&json!("Hm."), &json!(null)));
+}
+
+#[tokio::test]
+async fn a_grammar_begins_after_the_reasoning() {
+    let json = include_bytes!("../../../../models/demo/tokenizer.json");
+    let ask = async |fields: Value| {
+        let tokenizer = Tokenizer::HuggingFace(Box::new(HuggingFace::new(json).unwrap())).into();
+        let template = Some(ChatTemplate::new(OPENS, Vec::new()).unwrap());
+        let model = ServedModel { template, tokenizer, vocab: 2048, ..ServedModel::mock("org/mock", 512) };
+        let mut body = json!({"messages": [{"role": "user", "content": "Hi"}]});
+        body.as_object_mut().unwrap().extend(fields.as_object().unwrap().clone());
+        let fake_serve = FakeServe::saying("x");
+        let app = app_of(&fake_serve, BodyLimits::default(), model);
+        let request = http::Request::post("/v1/chat/completions").body(body.to_string().into()).unwrap();
+        (send(app, request).await, fake_serve.seen())
+    };
+    let (answer, seen) = ask(json!({"guided_choice": ["yes", "no"]})).await;
+    assert_eq!(answer.status, 200, "{}", answer.body);
+    let grammar = seen[0].sampling.grammar.as_ref().unwrap().text();
+    assert!(grammar.contains("</think>") && grammar.contains("\"yes\" | \"no\""), "{grammar}");
+    let schema = json!({"properties": {"a": {"type": "array", "uniqueItems": true}}});
+    let error = ask(json!({"guided_json": schema})).await.0.json()["error"].clone();
+    let message = error["message"].as_str().unwrap();
+    assert!(message.starts_with("guided_json: at /properties/a: "), "the place in the schema: {message}");
 }
 
 #[tokio::test(start_paused = true)]

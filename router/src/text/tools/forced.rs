@@ -1,8 +1,9 @@
 //! The grammar of an answer that is tool calls and nothing else: for a client that demands a call.
 //!
-//! Each format's file has the syntax of its calls. This file joins them, after the reasoning of models that reason.
+//! Each format's file has the syntax of its calls. This file joins them, after the reasoning of models that reason. A
+//! grammar that the client wrote comes after the reasoning too.
 
-use grammar::sources;
+use grammar::{GrammarError, sources};
 use types::Grammar;
 
 use super::call_rules::{CallSyntax, ForcedTool, LarkRules};
@@ -55,7 +56,19 @@ impl ForcedCalls<'_> {
     }
 }
 
-/// Returns the symbols of the reasoning before the calls. It is left to the model, unless the prompt has begun it.
+/// Returns the grammar of answers that follow `grammar` after the model's reasoning.
+pub fn after_reasoning(
+    grammar: &Grammar,
+    reasoning: &ReasoningRules,
+    tokenizer: &Tokenizer,
+) -> Result<Grammar, GrammarError> {
+    let mut rules = LarkRules::new(tokenizer);
+    let thought = thought(&mut rules, reasoning);
+    let answer = rules.add(&sources::symbol(grammar)?);
+    Ok(sources::lark(&format!("start: {thought} {answer}\n{}", rules.into_text())))
+}
+
+/// Returns the symbols of the reasoning before the answer. It is left to the model, unless the prompt has begun it.
 fn thought(rules: &mut LarkRules<'_>, reasoning: &ReasoningRules) -> String {
     let [open, close] = reasoning.tags.both();
     let rest = rules.text_until(close);

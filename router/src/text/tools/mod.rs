@@ -26,7 +26,7 @@ use std::sync::Arc;
 pub use call_rules::ForcedTool;
 pub(super) use calls::Calls;
 pub use calls::{CallDelta, CallIds, CallStart};
-pub use forced::{CallCount, ForcedCalls};
+pub use forced::{CallCount, ForcedCalls, after_reasoning};
 pub(super) use parser::ToolParser;
 
 /// The tools of one request, by name.

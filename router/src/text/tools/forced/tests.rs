@@ -167,6 +167,37 @@ fn a_model_may_reason_before_it_calls() {
 }
 
 #[test]
+fn a_model_may_reason_before_an_answer_by_a_grammar() {
+    let tags = ReasoningTags::of_template("</think>").expect("its tags");
+    let schema = json!({"type": "object", "properties": {"a": {"enum": ["<think>", 1]}}, "required": ["a"]});
+    let json = sources::json_schema(&schema.to_string());
+    let choice = sources::choice(["yes", "no"]);
+    let lark = sources::lark("start: r1 \"!\"\nr1: \"yes\" | \"no\" // }\n");
+    let of = |grammar: &Grammar, opened| {
+        let reasoning = ReasoningRules { tags, opened, included: true };
+        let whole = after_reasoning(grammar, &reasoning, &Tokenizer::Bytes).expect("a grammar");
+        grammar::check(&whole, 300).unwrap_or_else(|error| panic!("{}: {error}", whole.text()));
+        constraint(&whole)
+    };
+    let object = "{\"a\": \"<think>\"}";
+    for (grammar, opened, answer, is_allowed) in [
+        (&json, false, object.to_owned(), true),
+        (&json, false, format!("<think>\nHm, <b>.\n</think>\n\n{object}"), true),
+        (&json, true, format!("Hm, <b>.\n</think>\n\n{object}"), true),
+        (&json, true, object.to_owned(), false),
+        (&json, true, "Hm.</think>No.".to_owned(), false),
+        (&choice, true, "yes".to_owned(), false),
+        (&choice, true, "Hm.</think>yes".to_owned(), true),
+        (&sources::regex("a/b{2}"), true, "Hm.</think>a/bb".to_owned(), true),
+        (&lark, true, "Hm.</think>no!".to_owned(), true),
+        (&lark, true, "Hm.</think>no".to_owned(), false),
+    ] {
+        let refused = refused_at(&of(grammar, opened), &answer);
+        assert_eq!(refused.is_none(), is_allowed, "{answer}: {refused:?}");
+    }
+}
+
+#[test]
 fn what_a_format_cannot_enforce_is_refused_by_name() {
     let text = |schema: Value| json!({"properties": {"a": schema}});
     for (format, parameters, param) in [
