@@ -5,15 +5,18 @@ use axum::Json;
 use axum::response::{IntoResponse, Response};
 use bytes::{BufMut, BytesMut};
 use futures::StreamExt;
+use serde::de::IgnoredAny;
 use serde_json::Value;
 use tracing::info;
 use types::Usage;
 
 use super::answer::{Answer, AnswerContext, AnswerShape};
 use super::error::HttpError;
+use super::explanation::explained;
 use super::sse::{self, EventWriter};
 use crate::choice::{ChoiceFinish, Delta};
 use crate::error::ServeError;
+use crate::requests::Explanation;
 use crate::text::Parts;
 use crate::text::tools::CallStart;
 
@@ -48,6 +51,15 @@ pub(crate) struct Block {
     pub(crate) index: usize,
     pub(crate) kind: BlockKind,
     pub(crate) text: String,
+    /// Whether the answer's longest length ended the block.
+    pub(crate) is_cut: bool,
+}
+
+impl Block {
+    /// Returns whether the block is a call with complete arguments, which nothing follows.
+    fn is_whole_call(&self) -> bool {
+        matches!(self.kind, BlockKind::Call(_)) && serde_json::from_str::<IgnoredAny>(&self.text).is_ok()
+    }
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -64,9 +76,13 @@ pub(crate) struct BlockAnswer {
     pub(crate) blocks: Vec<Block>,
     pub(crate) usage: Usage,
     pub(crate) output_tokens: u32,
+    /// The tokens up to the end of the reasoning; zero without reasoning.
+    pub(crate) reasoning_tokens: u32,
     pub(crate) finish: Option<ChoiceFinish>,
     /// The stop string that ended the answer.
     pub(crate) stop_string: Option<String>,
+    /// Where the time went, for a request that asks for it.
+    explanation: Option<Box<Explanation>>,
     /// Whether the last block may go on.
     is_open: bool,
 }
@@ -96,8 +112,15 @@ impl BlockAnswer {
         if in_call {
             self.append(&BlockKind::Text, text, report);
         }
+        if self.blocks.last().is_some_and(|block| block.kind == BlockKind::Reasoning) {
+            self.reasoning_tokens = self.output_tokens;
+        }
         if delta.finish.is_some() {
             (self.finish, self.stop_string) = (delta.finish, delta.stop_string.clone());
+            self.explanation = delta.explanation.clone();
+            if let Some(block) = self.blocks.last_mut().filter(|_| self.is_open) {
+                block.is_cut = delta.finish == Some(ChoiceFinish::Length) && !block.is_whole_call();
+            }
             self.close(report);
         }
     }
@@ -115,7 +138,7 @@ impl BlockAnswer {
 
     fn begin(&mut self, kind: BlockKind, report: &mut impl FnMut(BlockEvent<'_>)) {
         self.close(report);
-        let block = Block { index: self.blocks.len(), kind, text: String::new() };
+        let block = Block { index: self.blocks.len(), kind, text: String::new(), is_cut: false };
         report(BlockEvent::Begin(&block));
         self.blocks.push(block);
         self.is_open = true;
@@ -134,6 +157,13 @@ impl BlockAnswer {
         }
         self.is_open = false;
     }
+
+    /// Adds the explanation to the complete answer, or to the last event of a stream.
+    fn explain(&self, data: &mut Value) {
+        if let Some(explanation) = &self.explanation {
+            data["explanations"] = Value::from(vec![explained(0, explanation)]);
+        }
+    }
 }
 
 /// Answers a request, whole or as events.
@@ -149,7 +179,9 @@ pub(crate) async fn respond<F: BlockFormat>(answer: Answer<F>) -> Result<Respons
         blocks.add(&delta?, &mut |_| ());
     }
     info!(n_choices = 1, completion_tokens = blocks.output_tokens, "request answered");
-    Ok(Json(format.whole(&context, &blocks)).into_response())
+    let mut whole = format.whole(&context, &blocks);
+    blocks.explain(&mut whole);
+    Ok(Json(whole).into_response())
 }
 
 /// Writes the events of one streamed answer.
@@ -174,7 +206,11 @@ impl<F: BlockFormat> EventWriter for BlockWriter<F> {
     }
 
     fn end(&mut self, out: &mut BytesMut) {
-        write_all(out, self.format.end(&self.context, &self.answer));
+        let mut events = self.format.end(&self.context, &self.answer);
+        if let Some((_, data)) = events.last_mut() {
+            self.answer.explain(data);
+        }
+        write_all(out, events);
         info!(n_choices = 1, completion_tokens = self.answer.output_tokens, "request answered");
     }
 }

@@ -231,6 +231,12 @@ impl AnswerShape for ResponsesFormat {
 /// The states of an item.
 const IN_PROGRESS: &str = "in_progress";
 const COMPLETED: &str = "completed";
+const INCOMPLETE: &str = "incomplete";
+
+/// Returns the status of a block that has ended.
+fn end_status(block: &Block) -> &'static str {
+    if block.is_cut { INCOMPLETE } else { COMPLETED }
+}
 
 impl ResponsesFormat {
     /// Makes an event with the next number.
@@ -244,10 +250,10 @@ impl ResponsesFormat {
     fn response(&self, context: &AnswerContext, answer: &BlockAnswer) -> Value {
         let (status, reason) = match answer.finish {
             None => (IN_PROGRESS, Value::Null),
-            Some(ChoiceFinish::Length) => ("incomplete", json!({"reason": "max_output_tokens"})),
+            Some(ChoiceFinish::Length) => (INCOMPLETE, json!({"reason": "max_output_tokens"})),
             Some(ChoiceFinish::Stop | ChoiceFinish::ToolCalls) => (COMPLETED, Value::Null),
         };
-        let output: Vec<Value> = answer.blocks.iter().map(|block| item(block, COMPLETED)).collect();
+        let output: Vec<Value> = answer.blocks.iter().map(|block| item(block, end_status(block))).collect();
         let mut response = json!({
             "id": context.id,
             "object": "response",
@@ -260,7 +266,7 @@ impl ResponsesFormat {
             "previous_response_id": null,
             "store": false,
             "truncation": "disabled",
-            "usage": answer.finish.map(|_| usage_of(answer.usage, answer.output_tokens)),
+            "usage": answer.finish.map(|_| usage_of(answer)),
         });
         if let Some(fields) = response.as_object_mut() {
             fields.extend(self.repeated.clone());
@@ -269,12 +275,13 @@ impl ResponsesFormat {
     }
 }
 
-fn usage_of(usage: Usage, output_tokens: u32) -> Value {
+fn usage_of(answer: &BlockAnswer) -> Value {
+    let BlockAnswer { usage, output_tokens, reasoning_tokens, .. } = answer;
     json!({
         "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": output_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
         "total_tokens": usage.prompt_tokens + output_tokens,
     })
 }
@@ -367,7 +374,7 @@ impl BlockFormat for ResponsesFormat {
                     let data = json!({"content_index": 0, "part": part(block)});
                     events.push(("response.content_part.done", place(data)));
                 }
-                events.push(("response.output_item.done", of_item(COMPLETED)));
+                events.push(("response.output_item.done", of_item(end_status(block))));
             }
         }
         events.into_iter().map(|(name, data)| self.event(name, data)).collect()

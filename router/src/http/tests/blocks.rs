@@ -162,6 +162,68 @@ async fn a_response_has_items() {
     let answer = post(&cut_off, "/v1/responses", response(json!({}))).await.json();
     let reason = json!({"reason": "max_output_tokens"});
     assert_eq!((&answer["status"], &answer["incomplete_details"]), (&json!("incomplete"), &reason));
+    assert_eq!(answer["output"][0]["status"], "incomplete");
+}
+
+/// An answer that is cut after `n_bytes` of [`CALL`].
+fn cut_call(n_bytes: usize) -> std::sync::Arc<FakeServe> {
+    FakeServe::new(move |_| {
+        let mut steps = steps_of(&CALL[..n_bytes]);
+        steps.pop();
+        steps.last_mut().unwrap().finish = Some(FinishReason::Length);
+        plays(steps)
+    })
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_call_that_is_cut_is_incomplete() {
+    for (n_bytes, status) in
+        [(CALL.len() - "is\"}}</tool_call>".len(), "incomplete"), (CALL.len(), "completed")]
+    {
+        let answer = post(&cut_call(n_bytes), "/v1/responses", response(json!({}))).await.json();
+        let statuses: Vec<&Value> =
+            answer["output"].as_array().unwrap().iter().map(|one| &one["status"]).collect();
+        assert_eq!(statuses, ["completed", status]);
+        let answer = post(&cut_call(n_bytes), "/v1/responses", response(json!({"stream": true}))).await;
+        let events = events(&answer);
+        let done = events.iter().rev().find(|(name, _)| name == "response.output_item.done").unwrap();
+        assert_eq!(done.1["item"]["status"], status);
+        let (_, last) = &events[events.len() - 1];
+        assert_eq!(last["response"]["output"][1]["status"], status);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_response_counts_the_tokens_of_reasoning() {
+    let usage = async |says: &'static str| {
+        let template = ChatTemplate::new("{{ messages[0].content }}</think>", Vec::new()).unwrap();
+        let model = ServedModel { template: Some(template), ..ServedModel::mock("org/mock", 512) };
+        let app = app_of(&FakeServe::saying(says), BodyLimits::default(), model);
+        let request =
+            http::Request::post("/v1/responses").body(response(json!({"tools": null})).into()).unwrap();
+        send(app, request).await.json()["usage"].clone()
+    };
+    let thought = "<think>Hm.</think>";
+    let details = |n: usize| json!({"reasoning_tokens": n});
+    assert_eq!(usage("<think>Hm.</think>Yes.").await["output_tokens_details"], details(thought.len()));
+    let plain = usage("Yes.").await;
+    assert_eq!(plain["output_tokens_details"], details(0));
+    assert_eq!(plain["input_tokens_details"], json!({"cached_tokens": 1, "cache_write_tokens": 0}));
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_answer_of_blocks_is_explained() {
+    for (path, body) in [("/v1/messages", messages(json!({}))), ("/v1/responses", response(json!({})))] {
+        let mut body: Value = serde_json::from_str(&body).unwrap();
+        for stream in [false, true] {
+            body["stream"] = stream.into();
+            let request = http::Request::post(path).header("x-baton-explain", "1");
+            let request = request.body(body.to_string().into()).unwrap();
+            let answer = send(app(&FakeServe::saying("Yes.")), request).await;
+            let explained = if stream { events(&answer).pop().unwrap().1 } else { answer.json() };
+            assert_eq!(explained["explanations"][0]["index"], 0, "{path}: {}", answer.body);
+        }
+    }
 }
 
 #[tokio::test(start_paused = true)]

@@ -22,7 +22,8 @@ use crate::accept::{Acceptor, Deadlines};
 use crate::error::AcceptError;
 use crate::http::{BodyLimits, HttpApi, api, description, health, stack};
 use crate::metrics::RouterMetrics;
-use crate::serve::{Arrival, Complete, Generation, Ready, Serve, ServeError};
+use crate::requests::{RecordHead, Requests};
+use crate::serve::{Arrival, Complete, Detail, Generation, Ready, Serve, ServeError};
 use crate::text::tokenizer::END;
 use crate::text::{RouterModels, ServedModel, Tokenizer};
 
@@ -135,24 +136,20 @@ impl Serve for FakeServe {
         }]
     }
 
-    async fn generate(&self, prompt: Prompt, _: Arrival) -> Result<Generation, ServeError> {
+    async fn generate(&self, prompt: Prompt, arrival: Arrival) -> Result<Generation, ServeError> {
         let alive = RunningGuard::new(&self.alive);
         let play = (self.script)(&prompt);
         let usage = Usage { prompt_tokens: prompt.tokens.len() as u32, cached_tokens: 1 };
         let prompt_logprobs = made_up(&prompt);
+        let record = || Requests::default().begin(RecordHead::of(&prompt), &arrival, Duration::ZERO);
+        let explained = (arrival.detail == Detail::Explained).then(|| record().record().clone());
         self.seen.lock().unwrap().push(prompt);
         match play {
             ScriptedEvent::Refuse(error) => Err(error),
             ScriptedEvent::Silence => std::future::pending().await,
             ScriptedEvent::Steps(steps) => {
                 let steps = steps.inspect(move |_| _ = &alive).boxed();
-                Ok(Generation {
-                    usage,
-                    prompt_logprobs,
-                    complete: Complete::default(),
-                    explained: None,
-                    steps,
-                })
+                Ok(Generation { usage, prompt_logprobs, complete: Complete::default(), explained, steps })
             }
         }
     }
