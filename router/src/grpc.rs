@@ -4,6 +4,8 @@
 //! (`events`); errors (`status`).
 
 mod events;
+#[cfg(test)]
+mod id_tests;
 mod request;
 mod status;
 #[cfg(test)]
@@ -18,8 +20,10 @@ use chassis::{Shutdown, World};
 use proto::v1;
 use proto::v1::generate_request::Input;
 use proto::v1::inference_server::{Inference, InferenceServer};
+use tonic::metadata::MetadataValue;
 use tonic::{Request, Response, Status};
-use types::{Deadline, TokenId};
+use tracing::{Span, error, info};
+use types::{Deadline, RequestId, TokenId};
 
 use crate::accept::{Acceptor, AskedInputs, AskedPrompt, Caller};
 use crate::admission::terms::{SHEDDABLE, SLO};
@@ -31,6 +35,9 @@ use crate::serve::{Detail, Serve};
 use crate::tenants::Claims;
 use crate::text::{PromptText, RouterModels, ServedModel};
 use events::Events;
+
+/// The metadata with the request's id.
+const REQUEST_ID: &str = "x-request-id";
 
 /// The service `baton.v1.Inference` for clients.
 #[derive(Clone, Debug)]
@@ -49,11 +56,15 @@ impl GrpcApi {
         InferenceServer::new(self).max_decoding_message_size(proto::MESSAGE_BYTES_MAX)
     }
 
-    async fn answer(&self, request: Request<v1::GenerateRequest>) -> Result<Events, RequestError> {
+    async fn answer(
+        &self,
+        request: Request<v1::GenerateRequest>,
+        id: RequestId,
+    ) -> Result<Events, RequestError> {
         if self.shutdown.requested() {
             return Err(ServeError::Draining.into());
         }
-        let caller = self.caller(&request)?;
+        let caller = self.caller(&request, id)?;
         let request = request.into_inner();
         let model = self.model(&request)?;
         let asked = self.asked(model, request, caller.deadline).await?;
@@ -61,11 +72,27 @@ impl GrpcApi {
         Ok(events::events(answers, caller.id))
     }
 
+    /// Returns the id of a call: the message's, the one in the metadata, or a new one.
+    fn id(&self, call: &Request<v1::GenerateRequest>) -> RequestId {
+        let in_metadata = call.metadata().get(REQUEST_ID).and_then(|id| id.to_str().ok());
+        self.acceptor.request_id(given(&call.get_ref().request_id).or(in_metadata))
+    }
+
+    /// Counts and logs a refusal, as over HTTP.
+    fn refused(&self, error: &RequestError) {
+        let code = http::Code::from(error);
+        self.metrics.refused(code.as_str());
+        match code {
+            http::Code::Internal => error!(code = code.as_str(), "request failed with an internal error"),
+            _ => info!(code = code.as_str(), "request refused"),
+        }
+    }
+
     fn model(&self, request: &v1::GenerateRequest) -> Result<Arc<ServedModel>, AcceptError> {
         self.serve.model(&self.models, given(&request.model))
     }
 
-    fn caller(&self, call: &Request<v1::GenerateRequest>) -> Result<Caller, AcceptError> {
+    fn caller(&self, call: &Request<v1::GenerateRequest>, id: RequestId) -> Result<Caller, AcceptError> {
         let request = call.get_ref();
         let priority = i8::try_from(request.priority).map_err(|_| {
             AcceptError::invalid("priority", format!("from -128 to 127, not {}", request.priority))
@@ -76,7 +103,6 @@ impl GrpcApi {
             tenant: given(&request.tenant),
             priority: Some(priority),
         })?;
-        let id = self.acceptor.request_id(given(&request.request_id));
         let timeout = (request.timeout_ms > 0).then(|| Duration::from_millis(request.timeout_ms));
         let detail = if request.explain { Detail::Explained } else { Detail::Usual };
         let caller = self.acceptor.caller(id, client, timeout)?;
@@ -118,8 +144,22 @@ impl Inference for GrpcApi {
     type GenerateStream = Events;
 
     async fn generate(&self, request: Request<v1::GenerateRequest>) -> Result<Response<Events>, Status> {
-        let answer = self.answer(request).await;
-        let answer = answer.inspect_err(|error| self.metrics.refused(http::Code::from(error).as_str()));
-        answer.map(Response::new).map_err(status::of)
+        let id = self.id(&request);
+        Span::current().record("request_id", id.as_str());
+        let answer = self.answer(request, id.clone()).await;
+        let answer = answer.inspect_err(|error| self.refused(error));
+        let answer = answer.map(Response::new).map_err(status::of);
+        let header = MetadataValue::try_from(id.as_str());
+        let header = header.expect("ids are letters, digits and a few plain signs");
+        match answer {
+            Ok(mut response) => {
+                response.metadata_mut().insert(REQUEST_ID, header);
+                Ok(response)
+            }
+            Err(mut status) => {
+                status.metadata_mut().insert(REQUEST_ID, header);
+                Err(status)
+            }
+        }
     }
 }
