@@ -32,6 +32,7 @@ fn checked_message(
     let content = content(path, role, message.get_mut("content").map(Value::take))?;
     message.insert("role".to_owned(), role.into());
     message.insert("content".to_owned(), content.into());
+    check_calls(&format!("{path}.tool_calls"), message.get("tool_calls"))?;
     if arguments == ArgumentsForm::Object
         && let Some(Value::Array(calls)) = message.get_mut("tool_calls")
     {
@@ -82,6 +83,23 @@ fn text(path: String, part: &Value) -> Result<&str, AcceptError> {
         (Some(kind), _) => Err(AcceptError::unsupported(path + ".type", format!("only text, not `{kind}`"))),
         (None, _) => Err(AcceptError::missing(path + ".type")),
     }
+}
+
+/// Checks that the tool calls of a message are a list of calls with names.
+fn check_calls(path: &str, calls: Option<&Value>) -> Result<(), AcceptError> {
+    let calls = match calls {
+        None | Some(Value::Null) => return Ok(()),
+        Some(Value::Array(calls)) => calls,
+        Some(_) => return Err(AcceptError::invalid(path.to_owned(), "expected a list")),
+    };
+    calls.iter().enumerate().try_for_each(|(at, call)| {
+        let param = || format!("{path}[{at}].function.name");
+        match call.pointer("/function/name") {
+            None => Err(AcceptError::missing(param())),
+            Some(name) if name.is_string() => Ok(()),
+            Some(_) => Err(AcceptError::invalid(param(), "expected a string")),
+        }
+    })
 }
 
 /// Converts a tool call's arguments from a JSON string to an object, which templates expect. Other values
@@ -143,6 +161,15 @@ mod tests {
             (
                 json!({"role": "user", "content": [{"type": "image_url"}]}),
                 "messages[1].content[0].type is not supported: only text, not `image_url`",
+            ),
+            (json!({"role": "assistant", "tool_calls": "a"}), "messages[1].tool_calls: expected a list"),
+            (
+                json!({"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}),
+                "messages[1].tool_calls[0].function.name is required",
+            ),
+            (
+                json!({"role": "assistant", "tool_calls": [{"function": {"name": 5}}]}),
+                "messages[1].tool_calls[0].function.name: expected a string",
             ),
         ] {
             assert_eq!(check(json!([user, bad])).expect_err("refused").to_string(), expected);

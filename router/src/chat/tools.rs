@@ -138,12 +138,16 @@ fn tool_of(path: &str, tool: &Value) -> Result<ForcedTool, AcceptError> {
         Some(_) => return Err(AcceptError::invalid(param(), NAME)),
     };
     let parameters = tool.pointer("/function/parameters").filter(|schema| !schema.is_null());
+    let path_of_schema = format!("{path}.function.parameters");
+    if parameters.is_some_and(|schema| !schema.is_object() && !schema.is_boolean()) {
+        return Err(AcceptError::invalid(path_of_schema, "a schema is an object"));
+    }
     let properties = parameters.and_then(|schema| schema.get("properties")).and_then(Value::as_object);
     let typed = properties.into_iter().flatten().filter(|(_, schema)| !is_text(schema));
     let typed: BTreeSet<String> = typed.map(|(name, _)| name.clone()).collect();
     let none = || json!({"type": "object", "properties": {}, "additionalProperties": false});
     let parameters = parameters.cloned().unwrap_or_else(none);
-    Ok(ForcedTool { name, parameters, param: format!("{path}.function.parameters"), typed })
+    Ok(ForcedTool { name, parameters, param: path_of_schema, typed })
 }
 
 const NAME: &str = "a tool's name is a string of 1 to 128 letters, digits, '-', '_', '.' or ':'";

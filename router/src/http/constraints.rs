@@ -29,6 +29,8 @@ struct ResponseFormat {
     #[serde(rename = "type")]
     kind: String,
     json_schema: Option<NamedSchema>,
+    /// The schema of a `json_object`, as other servers have it.
+    schema: Option<Value>,
 }
 
 /// OpenAI's schema with a name. `strict` changes nothing: every schema is enforced.
@@ -76,9 +78,10 @@ impl ConstraintFields {
 impl ResponseFormat {
     fn grammar(self) -> Result<Option<Grammar>, AcceptError> {
         let missing = || AcceptError::missing("response_format.json_schema.schema");
+        self.refuse_others()?;
         match self.kind.as_str() {
             "text" => Ok(None),
-            "json_object" => Ok(Some(sources::json_object())),
+            "json_object" => Ok(Some(self.schema.map_or_else(sources::json_object, of_schema))),
             "json_schema" => {
                 let schema = self.json_schema.and_then(|named| named.schema).ok_or_else(missing)?;
                 Ok(Some(of_schema(schema)))
@@ -87,6 +90,19 @@ impl ResponseFormat {
                 "response_format",
                 "only `text`, `json_object` and `json_schema`",
             )),
+        }
+    }
+
+    /// Refuses a schema that the type does not use.
+    fn refuse_others(&self) -> Result<(), AcceptError> {
+        let unused = |name: &str| {
+            let reason = format!("not with the type `{}`", self.kind);
+            Err(AcceptError::unsupported(format!("response_format.{name}"), reason))
+        };
+        match self.kind.as_str() {
+            "text" | "json_object" if self.json_schema.is_some() => unused("json_schema"),
+            "text" | "json_schema" if self.schema.is_some() => unused("schema"),
+            _ => Ok(()),
         }
     }
 }
@@ -167,6 +183,11 @@ mod tests {
                 GrammarKind::JsonSchema,
                 r#"{"type":"object","properties":{"b":{},"a":{}}}"#,
             ),
+            (
+                json!({"response_format": {"type": "json_object", "schema": {"required": ["a"]}}}),
+                GrammarKind::JsonSchema,
+                r#"{"required":["a"]}"#,
+            ),
             (json!({"guided_json": "{}"}), GrammarKind::JsonSchema, "{}"),
             (json!({"json_schema": "{}"}), GrammarKind::JsonSchema, "{}"),
             (json!({"guided_json_object": true}), GrammarKind::JsonSchema, r#"{"type":"object"}"#),
@@ -199,6 +220,16 @@ mod tests {
         for (fields, param) in [
             (json!({"response_format": {"type": "structural_tag"}}), "response_format"),
             (json!({"response_format": {"type": "json_schema"}}), "response_format.json_schema.schema"),
+            (
+                json!({"response_format": {"type": "text", "json_schema": {"schema": {}}}}),
+                "response_format.json_schema",
+            ),
+            (json!({"response_format": {"type": "text", "schema": {}}}), "response_format.schema"),
+            (json!({"response_format": {"type": "json_schema", "schema": {}}}), "response_format.schema"),
+            (
+                json!({"response_format": {"type": "json_object", "json_schema": {}}}),
+                "response_format.json_schema",
+            ),
             (json!({"structured_outputs": {"structural_tag": "x"}}), "structured_outputs.structural_tag"),
             (
                 json!({"structured_outputs": {"whitespace_pattern": " "}}),

@@ -117,6 +117,10 @@ async fn wrong_tools_are_refused_with_their_place() {
         (json!({"tools": [{"type": "web_search"}]}), "tools[0].type"),
         (json!({"tools": [{"function": {"name": "f"}}]}), "tools[0].type"),
         (json!({"tools": [{"type": "function", "function": {"name": "a b"}}]}), "tools[0].function.name"),
+        (
+            json!({"tools": [{"type": "function", "function": {"name": "f", "parameters": 5}}]}),
+            "tools[0].function.parameters",
+        ),
         (json!({"tool_choice": "required"}), "tool_choice"),
         (
             json!({"tools": tools(), "tool_choice": {"type": "function", "function": {"name": "time"}}}),
