@@ -25,7 +25,8 @@ use crate::tenants::{Claims, Client, TenantPermit, Tenants};
 use crate::text::{CacheScope, ServedModel, StopStrings, Tokenizing};
 pub use inputs::{AskedInputs, AskedPrompt, Inputs};
 pub use numbers::LOGPROBS_MAX;
-use numbers::{logprobs, number, penalty, top_k};
+pub(crate) use numbers::logprobs;
+use numbers::{number, penalty, top_k};
 
 /// The largest number of answers to one prompt.
 pub const N_MAX: u32 = 128;

@@ -50,7 +50,7 @@ pub(super) fn top_k(asked: Option<i64>, default: u32) -> Result<u32, AcceptError
     }
 }
 
-pub(super) fn logprobs(param: &'static str, asked: u32) -> Result<u8, AcceptError> {
+pub(crate) fn logprobs(param: &'static str, asked: u32) -> Result<u8, AcceptError> {
     match u8::try_from(asked) {
         Ok(n) if asked <= LOGPROBS_MAX => Ok(n),
         _ => Err(AcceptError::invalid(param, format!("from 0 to {LOGPROBS_MAX}, not {asked}"))),

@@ -11,7 +11,7 @@ use serde_json::Value;
 use tracing::info;
 use types::{TokenId, Usage};
 
-use super::error::HttpError;
+use super::error::{FieldNames, HttpError};
 use super::explanation::explained;
 use super::fields::AnswerOptions;
 use super::logprobs::PromptLogprobs;
@@ -23,6 +23,8 @@ use crate::text::ServedModel;
 pub(crate) trait AnswerShape: fmt::Debug + Send + Sync + Unpin + 'static {
     /// The prefix of an answer's id.
     const ID: &'static str;
+    /// The fields that chats name differently, which shared checks use: a chat's name, and the endpoint's.
+    const NAMES: FieldNames = &[];
 }
 
 /// The format of answers that are lists of choices.

@@ -6,9 +6,9 @@ use types::Usage;
 use super::answer::{AnswerContext, AnswerShape};
 use super::api::{HttpApi, ParsedRequest};
 use super::blocks::{Block, BlockAnswer, BlockEvent, BlockFormat, BlockKind, NamedEvent};
-use super::conversion::{kind, list, move_tools, moved, only, present};
-use super::error::HttpError;
-use super::{body, chat, request_fields};
+use super::conversion::{kind, list, move_tools, moved, only, parse_chat, present, text_of};
+use super::error::{FieldNames, HttpError};
+use super::{body, request_fields};
 use crate::choice::ChoiceFinish;
 use crate::error::AcceptError;
 
@@ -28,8 +28,7 @@ const HARMLESS: &[&str] = &["metadata", "service_tier", "cache_control"];
 
 /// Parses a request's JSON into a prompt and sampling parameters.
 pub(crate) fn parse_request(api: &HttpApi, json: &[u8]) -> Result<ParsedRequest<MessagesFormat>, HttpError> {
-    let chat = Value::Object(chat_of(body::parse(json)?)?);
-    Ok(chat::parse_request(api, chat.to_string().as_bytes())?.with_shape(MessagesFormat))
+    Ok(parse_chat(api, chat_of(body::parse(json)?)?, MessagesFormat::NAMES)?.with_shape(MessagesFormat))
 }
 
 /// Converts a request to a chat's.
@@ -66,11 +65,15 @@ fn texts(path: &str, content: Value) -> Result<Value, AcceptError> {
         return Ok(content);
     }
     let blocks = list(path, content)?.into_iter().enumerate();
-    let parts = blocks.map(|(at, block)| match (kind(&block), block.get("text")) {
-        ("text", Some(text)) => Ok(json!({"type": "text", "text": text})),
-        (other, _) => Err(only(format!("{path}[{at}].type"), "text", other)),
+    let parts = blocks.map(|(at, block)| match kind(&block) {
+        "text" => text_part(&format!("{path}[{at}]"), &block),
+        other => Err(only(format!("{path}[{at}].type"), "text", other)),
     });
     Ok(parts.collect::<Result<Vec<_>, _>>()?.into())
+}
+
+fn text_part(path: &str, block: &Value) -> Result<Value, AcceptError> {
+    Ok(json!({"type": "text", "text": text_of(path, block, "text")?}))
 }
 
 /// Adds a message, which is several messages of a chat if it has results of tools.
@@ -94,7 +97,7 @@ fn add_user(messages: &mut Vec<Value>, path: &str, content: Value) -> Result<(),
     let mut parts = Vec::new();
     for (at, mut block) in list(path, content)?.into_iter().enumerate() {
         match kind(&block) {
-            "text" => parts.push(json!({"type": "text", "text": block["text"]})),
+            "text" => parts.push(text_part(&format!("{path}[{at}]"), &block)?),
             "tool_result" => {
                 let result = present(block.get_mut("content").map(Value::take)).unwrap_or_else(|| "".into());
                 messages.push(json!({
@@ -119,10 +122,11 @@ fn assistant(path: &str, content: Value) -> Result<Value, AcceptError> {
     let (mut text, mut reasoning, mut calls) = (String::new(), String::new(), Vec::new());
     for (at, block) in list(path, content)?.into_iter().enumerate() {
         match kind(&block) {
-            "text" => text.push_str(block["text"].as_str().unwrap_or_default()),
+            "text" => text.push_str(&text_of(&format!("{path}[{at}]"), &block, "text")?),
             "thinking" => reasoning.push_str(block["thinking"].as_str().unwrap_or_default()),
             "tool_use" => {
-                let function = json!({"name": block["name"], "arguments": block["input"].to_string()});
+                let name = text_of(&format!("{path}[{at}]"), &block, "name")?;
+                let function = json!({"name": name, "arguments": block["input"].to_string()});
                 calls.push(json!({"id": block["id"], "type": "function", "function": function}));
             }
             other => {
@@ -187,6 +191,13 @@ pub(crate) struct MessagesFormat;
 
 impl AnswerShape for MessagesFormat {
     const ID: &'static str = "msg_";
+    const NAMES: FieldNames = &[
+        ("stop", "stop_sequences"),
+        ("parallel_tool_calls", "tool_choice.disable_parallel_tool_use"),
+        ("tool_choice.function", "tool_choice"),
+        ("].function.parameters", "].input_schema"),
+        ("].function.", "]."),
+    ];
 }
 
 /// Returns a block's JSON. The text is left out where a stream sends it in pieces.

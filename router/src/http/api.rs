@@ -108,7 +108,8 @@ impl HttpApi {
         self.acceptor.tokenizing().parse(n_bytes, deadline, move || parse(&api, &body)).await?
     }
 
-    /// Begins all answers. Returns when each has its first step, or refuses the whole request.
+    /// Begins all answers. Returns when each has its first step, or refuses the whole request. An error names the field as
+    /// the endpoint does.
     async fn begin<S: AnswerShape>(
         &self,
         ask: ParsedRequest<S>,
@@ -116,7 +117,8 @@ impl HttpApi {
     ) -> Result<Answer<S>, HttpError> {
         let ParsedRequest { request, options, shape } = ask;
         let (model, created) = (Arc::clone(&request.model), self.world.unix_time().as_secs());
-        let answers = request.begin(self.serve.as_ref(), &self.acceptor, caller).await?;
+        let answers = request.begin(self.serve.as_ref(), &self.acceptor, caller).await;
+        let answers = answers.map_err(|error| HttpError::from(error).renamed(S::NAMES))?;
         let (id, prompts) = (format!("{}{}", S::ID, caller.id), answers.prompts.clone());
         let context = AnswerContext { id, created, model, options, prompts };
         Ok(Answer { context, shape, answers })

@@ -11,7 +11,7 @@ use super::error::HttpError;
 use super::fields::{AnswerOptions, CommonFields};
 use super::logprobs::{CompletionLogprobs, PromptLogprobs};
 use super::request_fields::{self, Endpoint};
-use crate::accept::{AskedInputs, AskedPrompt, INPUTS_MAX, MaxTokens, SamplingParams};
+use crate::accept::{AskedInputs, AskedPrompt, INPUTS_MAX, MaxTokens, SamplingParams, logprobs};
 use crate::answers::{AnsweredPrompt, AskedRequest};
 use crate::choice::{ChoiceFinish, Delta, WholeChoice};
 use crate::error::AcceptError;
@@ -54,6 +54,7 @@ pub(crate) fn parse_request(api: &HttpApi, json: &[u8]) -> Result<ParsedRequest<
     }
     let options = AnswerOptions { prompt_only, ..common.options() };
     let params = common.params(constraints, MAX_TOKENS)?;
+    completion.logprobs.map(|n| logprobs("logprobs", n)).transpose()?;
     let echoed = completion.logprobs.filter(|_| echo);
     // An absent number is less than any other.
     let prompt_logprobs = params.prompt_logprobs.max(echoed);

@@ -2,7 +2,27 @@
 
 use serde_json::{Map, Value};
 
+use super::api::{HttpApi, ParsedRequest};
+use super::chat::{self, ChatShape};
+use super::error::{FieldNames, HttpError};
 use crate::error::AcceptError;
+
+/// Parses a request that has become a chat. An error has the endpoint's `names` of fields, and no position in the JSON,
+/// which the client did not write.
+pub(super) fn parse_chat(
+    api: &HttpApi,
+    chat: Map<String, Value>,
+    names: FieldNames,
+) -> Result<ParsedRequest<ChatShape>, HttpError> {
+    let parsed = chat::parse_request(api, Value::Object(chat).to_string().as_bytes());
+    parsed.map_err(|error| {
+        let error = error.renamed(names);
+        match error.message.rsplit_once(" at line ") {
+            Some((message, _)) => HttpError { message: message.to_owned(), ..error },
+            None => error,
+        }
+    })
+}
 
 /// Moves fields that a chat has too, with their names there.
 pub(super) fn moved(fields: &mut Map<String, Value>, names: &[(&str, &str)]) -> Map<String, Value> {
@@ -33,6 +53,15 @@ pub(super) fn list(path: &str, value: Value) -> Result<Vec<Value>, AcceptError> 
     match value {
         Value::Array(items) => Ok(items),
         _ => Err(AcceptError::invalid(path.to_owned(), "expected a list")),
+    }
+}
+
+/// Returns the text in a field of the object at `path`.
+pub(super) fn text_of(path: &str, object: &Value, name: &str) -> Result<String, AcceptError> {
+    match object.get(name) {
+        None | Some(Value::Null) => Err(AcceptError::missing(format!("{path}.{name}"))),
+        Some(Value::String(text)) => Ok(text.clone()),
+        Some(_) => Err(AcceptError::invalid(format!("{path}.{name}"), "expected a string")),
     }
 }
 

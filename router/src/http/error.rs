@@ -114,6 +114,18 @@ impl HttpError {
         Self { param: Some(param.into()), ..self }
     }
 
+    /// Replaces the name of the field at fault, for an endpoint in which it has another one.
+    #[must_use]
+    pub(crate) fn renamed(self, names: FieldNames) -> Self {
+        let Some(old) = &self.param else { return self };
+        let Some(new) = name_at_endpoint(names, old) else { return self };
+        let message = match self.message.strip_prefix(old.as_str()) {
+            Some(rest) => format!("{new}{rest}"),
+            None => self.message.replacen(&format!(" of {old} "), &format!(" of {new} "), 1),
+        };
+        Self { param: Some(new), message, ..self }
+    }
+
     /// Returns OpenAI's error object: the body of a response, or the data of an `error` event in a stream.
     pub(crate) fn body(&self) -> ErrorBody<'_> {
         let error = ErrorFields {
@@ -124,6 +136,22 @@ impl HttpError {
         };
         ErrorBody { error }
     }
+}
+
+/// Names of fields in a chat, each with the name at an endpoint. The first that fits counts. A name that begins with `]`
+/// follows the index of a list.
+pub(crate) type FieldNames = &'static [(&'static str, &'static str)];
+
+/// Returns the endpoint's name of a field that is in a chat at the path `param`; `None`: it is the same.
+fn name_at_endpoint(names: FieldNames, param: &str) -> Option<String> {
+    let renamed = |(in_chat, name): &(&str, &str)| {
+        if in_chat.starts_with(']') {
+            return param.contains(in_chat).then(|| param.replacen(in_chat, name, 1));
+        }
+        let rest = param.strip_prefix(in_chat)?;
+        (rest.is_empty() || rest.starts_with(['.', '['])).then(|| format!("{name}{rest}"))
+    };
+    names.iter().find_map(renamed)
 }
 
 /// An error in Anthropic's form, for its endpoint.

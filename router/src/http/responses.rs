@@ -7,9 +7,9 @@ use types::Usage;
 use super::answer::{AnswerContext, AnswerShape};
 use super::api::{HttpApi, ParsedRequest};
 use super::blocks::{Block, BlockAnswer, BlockEvent, BlockFormat, BlockKind, NamedEvent};
-use super::conversion::{kind, list, move_tools, moved, only, present};
-use super::error::HttpError;
-use super::{body, chat, request_fields};
+use super::conversion::{kind, list, move_tools, moved, only, parse_chat, present, text_of};
+use super::error::{FieldNames, HttpError};
+use super::{body, request_fields};
 use crate::choice::ChoiceFinish;
 use crate::error::AcceptError;
 
@@ -56,8 +56,7 @@ pub(crate) fn parse_request(api: &HttpApi, json: &[u8]) -> Result<ParsedRequest<
         ((*name).to_owned(), value.unwrap_or_else(absent))
     };
     let format = ResponsesFormat { repeated: REPEATED.iter().map(repeated).collect(), n_events: 0 };
-    let chat = Value::Object(chat_of(fields)?);
-    Ok(chat::parse_request(api, chat.to_string().as_bytes())?.with_shape(format))
+    Ok(parse_chat(api, chat_of(fields)?, ResponsesFormat::NAMES)?.with_shape(format))
 }
 
 /// Converts a request to a chat's.
@@ -65,6 +64,9 @@ fn chat_of(mut fields: Map<String, Value>) -> Result<Map<String, Value>, AcceptE
     let mut chat = moved(&mut fields, SAME);
     let mut messages = Vec::new();
     if let Some(instructions) = present(fields.remove("instructions")) {
+        if !instructions.is_string() {
+            return Err(AcceptError::invalid("instructions", "expected a string"));
+        }
         messages.push(json!({"role": "system", "content": instructions}));
     }
     match fields.remove("input").ok_or_else(|| AcceptError::missing("input"))? {
@@ -108,7 +110,11 @@ fn is_empty(value: &Value) -> bool {
 
 /// Converts the field `text` to `response_format`.
 fn add_text_format(chat: &mut Map<String, Value>, text: Option<Value>) -> Result<(), AcceptError> {
-    let Some(Value::Object(mut text)) = text else { return Ok(()) };
+    let mut text = match text {
+        None => return Ok(()),
+        Some(Value::Object(text)) => text,
+        Some(_) => return Err(AcceptError::invalid("text", "expected an object")),
+    };
     if let Some(mut format) = present(text.remove("format")) {
         let kind = format.get("type").cloned().ok_or_else(|| AcceptError::missing("text.format.type"))?;
         let converted = match kind.as_str() {
@@ -130,8 +136,7 @@ fn add_text_format(chat: &mut Map<String, Value>, text: Option<Value>) -> Result
 fn add_item(messages: &mut Vec<Value>, path: &str, mut item: Value) -> Result<(), AcceptError> {
     match kind(&item) {
         "" | "message" => {
-            let role =
-                item.get("role").cloned().ok_or_else(|| AcceptError::missing(format!("{path}.role")))?;
+            let role = role_of(path, &item)?;
             let content = item.get_mut("content").map(Value::take);
             let content = content.ok_or_else(|| AcceptError::missing(format!("{path}.content")))?;
             let content = texts(&format!("{path}.content"), content)?;
@@ -148,8 +153,10 @@ fn add_item(messages: &mut Vec<Value>, path: &str, mut item: Value) -> Result<()
             assistant(messages)["reasoning_content"] = text;
         }
         "function_call" => {
-            let function = json!({"name": item["name"], "arguments": item["arguments"]});
-            let call = json!({"id": item["call_id"], "type": "function", "function": function});
+            let [name, arguments, id] =
+                ["name", "arguments", "call_id"].map(|name| text_of(path, &item, name));
+            let function = json!({"name": name?, "arguments": arguments?});
+            let call = json!({"id": id?, "type": "function", "function": function});
             match &mut assistant_of_calls(messages)["tool_calls"] {
                 Value::Array(calls) => calls.push(call),
                 calls => *calls = json!([call]),
@@ -167,6 +174,15 @@ fn add_item(messages: &mut Vec<Value>, path: &str, mut item: Value) -> Result<()
         }
     }
     Ok(())
+}
+
+/// Returns the role of a message.
+fn role_of(path: &str, item: &Value) -> Result<String, AcceptError> {
+    let role = text_of(path, item, "role")?;
+    match role.as_str() {
+        "user" | "assistant" | "system" | "developer" => Ok(role),
+        other => Err(AcceptError::invalid(format!("{path}.role"), format!("unknown role `{other}`"))),
+    }
 }
 
 /// Returns the assistant's message that the next text or reasoning belongs to: the last one, if it has only
@@ -226,6 +242,15 @@ pub(crate) struct ResponsesFormat {
 
 impl AnswerShape for ResponsesFormat {
     const ID: &'static str = "resp_";
+    const NAMES: FieldNames = &[
+        ("max_completion_tokens", "max_output_tokens"),
+        ("messages", "input"),
+        ("response_format.json_schema", "text.format"),
+        ("response_format", "text.format"),
+        ("verbosity", "text.verbosity"),
+        ("tool_choice.function", "tool_choice"),
+        ("].function.", "]."),
+    ];
 }
 
 /// The states of an item.

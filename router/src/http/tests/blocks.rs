@@ -270,6 +270,16 @@ async fn refusals_name_the_field() {
         (json!({"thinking": {"type": "enabled", "budget_tokens": 1024}}), "thinking.budget_tokens"),
         (json!({"container": "c"}), "container"),
         (json!({"temperature": 3}), "temperature"),
+        (json!({"stop_sequences": [""]}), "stop_sequences: "),
+        (json!({"tools": [{"name": "w", "input_schema": 5}]}), "tools[0].input_schema: "),
+        (
+            json!({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "c", "input": {}}]}]}),
+            "messages[0].content[0].name is required",
+        ),
+        (
+            json!({"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]}),
+            "messages[0].content[0].text: expected a string",
+        ),
     ] {
         let answer = post(&FakeServe::saying(""), "/v1/messages", messages(fields.clone())).await;
         assert_eq!((answer.status.as_u16(), &answer.json()["type"]), (400, &json!("error")), "{fields}");
@@ -285,13 +295,26 @@ async fn refusals_name_the_field() {
         (json!({"background": true}), "background"),
         (json!({"tools": [{"type": "web_search"}]}), "tools[0].type"),
         (json!({"tool_choice": "required"}), "tool_choice"),
-        (json!({"text": {"format": {"type": "json_object"}}}), "response_format"),
+        (json!({"text": {"format": {"type": "json_object"}}}), "text.format"),
+        (json!({"text": {"format": {"type": "json_schema", "name": "n"}}}), "text.format.schema"),
+        (json!({"text": "json"}), "text"),
+        (json!({"input": [{"role": "wizard", "content": "a"}], "instructions": "i"}), "input[0].role"),
+        (json!({"input": [{"type": "function_call", "call_id": "c", "arguments": "{}"}]}), "input[0].name"),
+        (json!({"input": "a".repeat(600)}), "input"),
+        (json!({"instructions": 5}), "instructions"),
+        (json!({"max_output_tokens": 600}), "max_output_tokens"),
+        (json!({"max_output_tokens": "x"}), "max_output_tokens"),
+        (json!({"max_completion_tokens": 5}), "max_completion_tokens"),
+        (json!({"tools": [{"type": "function", "name": "f", "parameters": 5}]}), "tools[0].parameters"),
         (json!({"reasoning": {"effort": "high"}}), "reasoning"),
         (json!({"truncation": "auto"}), "truncation"),
     ] {
         let answer = post(&FakeServe::saying(""), "/v1/responses", response(fields.clone())).await;
         assert_eq!(answer.status, 400, "{fields}");
-        assert_eq!(answer.json()["error"]["param"], param, "{fields}");
+        let error = &answer.json()["error"];
+        assert_eq!(error["param"], param, "{fields}");
+        let message = error["message"].as_str().unwrap();
+        assert!(!message.contains(" at line ") && !message.contains("of max_completion_tokens"), "{message}");
     }
     let neutral = json!({"store": true, "reasoning": {"effort": null}, "text": {"format": {"type": "text"}}, "truncation": "disabled"});
     assert_eq!(post(&FakeServe::saying(""), "/v1/responses", response(neutral)).await.status, 200);

@@ -96,7 +96,7 @@ async fn bad_completions_name_the_field() {
         (json!({"guided_regex": "a+"}), "unsupported_parameter", "guided_regex"),
         (json!({"temprature": 1}), "unsupported_parameter", "temprature"),
         (json!({"best_of": 2}), "unsupported_parameter", "best_of"),
-        (json!({"echo": true, "logprobs": 21}), "invalid_value", "top_logprobs"),
+        (json!({"echo": true, "logprobs": 21}), "invalid_value", "logprobs"),
         (json!({"prompt_logprobs": 21}), "invalid_value", "prompt_logprobs"),
         (json!({"prompt_logprobs": -1}), "invalid_value", "prompt_logprobs"),
         (json!({"prompt_logprobs": 1, "stream": true}), "unsupported_parameter", "prompt_logprobs"),
@@ -106,7 +106,7 @@ async fn bad_completions_name_the_field() {
             "prompt_logprobs",
         ),
         (json!({"max_tokens": 0}), "invalid_value", "max_tokens"),
-        (json!({"logprobs": 300}), "invalid_value", "top_logprobs"),
+        (json!({"logprobs": 300}), "invalid_value", "logprobs"),
     ] {
         check(&complete(&fake_serve, fields).await, 400, code, param);
     }
