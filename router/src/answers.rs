@@ -50,9 +50,9 @@ impl AnsweredPrompt {
         Self { tokens: Arc::clone(&prompt.tokens), logprobs, text: OnceLock::new() }
     }
 
-    /// Returns the text of the tokens, which is made once.
+    /// Returns the text of the tokens with the names of special ones. It is made once.
     pub(crate) fn text(&self, tokenizer: &Tokenizer) -> &str {
-        self.text.get_or_init(|| tokenizer.text_of(&self.tokens))
+        self.text.get_or_init(|| tokenizer.whole_text_of(&self.tokens))
     }
 }
 

@@ -38,7 +38,7 @@ pub(crate) trait AnswerFormat: AnswerShape {
     type Choice<'a>: Serialize;
 
     /// Returns the chunk that a stream sends for a choice before its first token.
-    fn opening<'a>(&self, context: &'a AnswerContext, choice: usize) -> Option<Self::Chunk<'a>>;
+    fn opening<'a>(&'a self, context: &'a AnswerContext, choice: usize) -> Option<Self::Chunk<'a>>;
 
     fn chunk<'a>(&'a self, context: &'a AnswerContext, delta: &'a Delta) -> Self::Chunk<'a>;
 

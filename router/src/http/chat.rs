@@ -155,7 +155,7 @@ impl AnswerFormat for ChatShape {
     type Chunk<'a> = ChatChunk<'a>;
     type Choice<'a> = ChatChoice<'a>;
 
-    fn opening<'a>(&self, _context: &'a AnswerContext, choice: usize) -> Option<ChatChunk<'a>> {
+    fn opening<'a>(&'a self, _context: &'a AnswerContext, choice: usize) -> Option<ChatChunk<'a>> {
         let delta = ChatDelta { role: Some(ASSISTANT), content: Some(""), ..ChatDelta::default() };
         Some(ChatChunk { index: choice, delta, logprobs: None, finish_reason: None, token_ids: None })
     }

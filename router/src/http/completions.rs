@@ -61,9 +61,18 @@ pub(crate) fn parse_request(api: &HttpApi, json: &[u8]) -> Result<ParsedRequest<
     let params = SamplingParams { logprobs: completion.logprobs, prompt_logprobs, ..params };
     let prompt = completion.prompt.ok_or_else(|| AcceptError::missing("prompt"))?;
     let inputs = AskedInputs { param: "prompt", prompts: prompt.into_prompts()? };
+    let echo = echo.then(|| inputs.prompts.iter().map(text_of).collect());
     let shape = CompletionShape { echo, echoed_logprobs: echoed };
     let request = AskedRequest { model, inputs, params, parts: None };
     Ok(ParsedRequest { request, options, shape })
+}
+
+/// Returns the text of a prompt that is a text.
+fn text_of(prompt: &AskedPrompt) -> Option<String> {
+    match prompt {
+        AskedPrompt::Text(PromptText::Plain(text) | PromptText::Rendered(text)) => Some(text.clone()),
+        AskedPrompt::Tokens(_) => None,
+    }
 }
 
 impl PromptField {
@@ -95,8 +104,9 @@ fn bounded<T>(prompts: Vec<T>) -> Result<Vec<T>, AcceptError> {
 /// The format of a completion's answers.
 #[derive(Debug)]
 pub(crate) struct CompletionShape {
-    /// Whether each answer begins with its prompt's text.
-    echo: bool,
+    /// The prompts whose text is the beginning of each answer, as the client wrote them; `None` for a prompt of token
+    /// ids.
+    echo: Option<Vec<Option<String>>>,
     /// The number of alternatives to each token of an echoed prompt; `None` echoes no log-probabilities.
     echoed_logprobs: Option<u32>,
 }
@@ -134,15 +144,20 @@ const NO_TOKENS: &str = finish_reason(ChoiceFinish::Length);
 
 impl CompletionShape {
     /// Returns the prompt's text for an answer that begins with it.
-    fn echo<'a>(&self, context: &'a AnswerContext, choice: usize) -> Option<&'a str> {
-        let prompt = context.prompt(choice).filter(|_| self.echo);
-        prompt.map(|prompt| prompt.text(&context.model.tokenizer))
+    fn echo<'a>(&'a self, context: &'a AnswerContext, choice: usize) -> Option<&'a str> {
+        let texts = self.echo.as_ref()?;
+        let n_answers = (context.prompts.len() / texts.len()).max(1);
+        match texts.get(choice / n_answers)? {
+            Some(text) => Some(text),
+            None => Some(context.prompt(choice)?.text(&context.model.tokenizer)),
+        }
     }
 
     /// Returns the log-probabilities of an echoed prompt.
     fn echoed(&self, context: &AnswerContext, choice: usize) -> Option<CompletionLogprobs> {
         let n_top = self.echoed_logprobs? as usize;
-        CompletionLogprobs::of_prompt(&context.model.tokenizer, context.prompt(choice)?, n_top)
+        let (prompt, text) = (context.prompt(choice)?, self.echo(context, choice)?);
+        CompletionLogprobs::of_prompt(&context.model.tokenizer, prompt, text, n_top)
     }
 
     /// Returns the number of characters before the answer.
@@ -161,7 +176,7 @@ impl AnswerFormat for CompletionShape {
     type Chunk<'a> = CompletionChoice<'a>;
     type Choice<'a> = CompletionChoice<'a>;
 
-    fn opening<'a>(&self, context: &'a AnswerContext, choice: usize) -> Option<CompletionChoice<'a>> {
+    fn opening<'a>(&'a self, context: &'a AnswerContext, choice: usize) -> Option<CompletionChoice<'a>> {
         let text = self.echo(context, choice)?.into();
         let logprobs = self.echoed(context, choice);
         Some(CompletionChoice { text, logprobs, ..CompletionChoice::new(choice) })

@@ -81,24 +81,30 @@ impl CompletionLogprobs {
         (!lists.tokens.is_empty()).then_some(lists)
     }
 
-    /// Converts the log-probabilities of a prompt with `n_top` alternatives to each token. Returns `None` if the prompt
-    /// has none.
+    /// Converts the log-probabilities of a prompt with `n_top` alternatives to each token. `echo` is the prompt's text in
+    /// the answer. Returns `None` if the prompt has none.
     pub(crate) fn of_prompt(
         tokenizer: &Arc<Tokenizer>,
         prompt: &AnsweredPrompt,
+        echo: &str,
         n_top: usize,
     ) -> Option<Self> {
         let logprobs = std::iter::once(None).chain(prompt.logprobs.as_ref()?.iter().map(Some));
         let mut detokenizer = Detokenizer::new(Arc::clone(tokenizer), &StopStrings::default(), 0);
-        let (mut lists, mut text, mut offset) = (Self::default(), String::new(), 0);
+        let (mut lists, mut text, mut offset, mut n_bytes) = (Self::default(), String::new(), 0, 0);
         for (token, of_token) in prompt.tokens.iter().zip(logprobs) {
             let logprobs = of_token.map(|PromptLogprob { logprobs: Logprobs { chosen, top }, .. }| {
                 Logprobs { chosen: *chosen, top: top.iter().take(n_top).copied().collect() }
             });
             lists.add(tokenizer, offset, *token, logprobs.as_ref());
+            // A special token is in the text where the client wrote its name.
+            if let Some(name) = tokenizer.special_name(*token) {
+                let is_written = echo.get(n_bytes..).is_some_and(|rest| rest.starts_with(&*name));
+                text.push_str(if is_written { &name } else { "" });
+            }
             // Without stop strings nothing breaks.
             let _ = detokenizer.push(*token, &mut text);
-            offset += text.chars().count();
+            (offset, n_bytes) = (offset + text.chars().count(), n_bytes + text.len());
             text.clear();
         }
         Some(lists)

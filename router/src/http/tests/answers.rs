@@ -82,6 +82,31 @@ async fn an_echo_with_log_probabilities() {
     assert!(fake_serve.seen().iter().all(|prompt| asked(prompt) == (Some(1), Some(1))));
 }
 
+/// OpenAI and vLLM echo the prompt itself, with the names of its special tokens.
+#[tokio::test(start_paused = true)]
+async fn an_echo_has_special_tokens() {
+    let fake_serve = FakeServe::new(|_| {
+        let logprobs = Some(Logprobs { chosen: -0.5, top: vec![] });
+        plays(vec![types::Step { logprobs, ..step(0, TokenId(65), Some(FinishReason::Length)) }])
+    });
+    for prompt in [json!("<|user|>hi<|end|>"), json!([258, 104, 105, 256])] {
+        for stream in [false, true] {
+            let fields =
+                json!({"prompt": prompt, "echo": true, "logprobs": 0, "max_tokens": 1, "stream": stream});
+            let answer = complete(&fake_serve, fields).await;
+            let parts = if stream { answer.events() } else { vec![answer.json()] };
+            let choices = parts.iter().filter_map(|part| part["choices"].get(0));
+            let text: String = choices.clone().filter_map(|choice| choice["text"].as_str()).collect();
+            let offsets: Vec<u64> = choices
+                .flat_map(|choice| choice["logprobs"]["text_offset"].as_array().into_iter().flatten())
+                .filter_map(serde_json::Value::as_u64)
+                .collect();
+            assert_eq!(text, "<|user|>hi<|end|>A", "{prompt}");
+            assert_eq!(offsets, [0, 8, 9, 10, 17], "{prompt}");
+        }
+    }
+}
+
 /// vLLM answers so too: the one token that a node generates is not shown.
 #[tokio::test(start_paused = true)]
 async fn an_echo_alone() {

@@ -100,12 +100,19 @@ impl Tokenizer {
     /// Returns the text that shows a single token in a list: the name of a special token, or the id if there
     /// is no tokenizer.
     pub fn shown(&self, token: TokenId) -> Cow<'_, str> {
-        let special = match self {
+        match self {
+            Self::Absent => Cow::Owned(format!("token_id:{}", token.0)),
+            _ => self.special_name(token).unwrap_or_else(|| String::from_utf8_lossy(self.bytes_of(token))),
+        }
+    }
+
+    /// Returns the name of a special token; `None` for others.
+    pub fn special_name(&self, token: TokenId) -> Option<Cow<'_, str>> {
+        match self {
             Self::Bytes => byte::special(token).map(Cow::Borrowed),
             Self::HuggingFace(tokenizer) => tokenizer.special(token).map(Cow::Owned),
-            Self::Absent => Some(Cow::Owned(format!("token_id:{}", token.0))),
-        };
-        special.unwrap_or_else(|| String::from_utf8_lossy(self.bytes_of(token)))
+            Self::Absent => None,
+        }
     }
 
     /// Returns the text of a whole prompt, without the prefix that the tokenizer adds to texts.
@@ -118,7 +125,7 @@ impl Tokenizer {
         let mut bytes = Vec::new();
         for token in tokens {
             match self.bytes_of(*token) {
-                [] => bytes.extend_from_slice(self.shown(*token).as_bytes()),
+                [] => bytes.extend_from_slice(self.special_name(*token).unwrap_or_default().as_bytes()),
                 of_text => bytes.extend_from_slice(of_text),
             }
         }

@@ -71,6 +71,7 @@ fn names_become_special_tokens_and_special_tokens_become_nothing() {
 fn a_token_outside_the_vocabulary_is_nothing() {
     assert_eq!(Tokenizer::Bytes.vocab(), 261);
     assert_eq!(Tokenizer::Absent.shown(TokenId(7)), "token_id:7");
+    assert_eq!(Tokenizer::Absent.whole_text_of(&[TokenId(7)]), "", "no token has text");
     for tokenizer in [Tokenizer::Bytes, demo(), boxed(llama_like())] {
         assert!(tokenizer.bytes_of(TokenId(u32::MAX)).is_empty());
         assert!(tokenizer.bytes_of(TokenId(tokenizer.vocab())).is_empty());
