@@ -17,6 +17,7 @@ use axum::routing::{get, post};
 use bytes::{Bytes, BytesMut};
 use futures::{Stream, StreamExt as _};
 use http::{HeaderMap, HeaderName, HeaderValue, header};
+use serde_json::{Map, Value};
 use tracing::{Span, info};
 
 use super::api::{HttpApi, RequestHead};
@@ -113,7 +114,7 @@ async fn forward(State(state): State<Passthrough>, request: Request) -> Result<R
     let path = path.strip_prefix("/debug").unwrap_or(path);
     let legs = legs(upstream.kind(), path);
     let n_answers = match legs {
-        Legs::Both => n_answers(&Fields::parse(&body)?),
+        Legs::Both => n_answers(&fields_of(&body)?),
         Legs::Only(_) => 1,
     };
     let tenant = upstream.admit(&caller, n_answers, body.len() / BYTES_PER_TOKEN)?;
@@ -127,15 +128,29 @@ async fn forward(State(state): State<Passthrough>, request: Request) -> Result<R
     Ok(respond(answer, caller.detail))
 }
 
+/// Divides a body into its fields. The parser of whole bodies says what is wrong with it.
+fn fields_of(body: &[u8]) -> Result<Fields<'_>, HttpError> {
+    Fields::parse(body)
+        .map_err(|error| body::parse::<Map<String, Value>>(body).err().unwrap_or_else(|| error.into()))
+}
+
 fn n_answers(fields: &Fields<'_>) -> usize {
     fields.get::<u32>("n").unwrap_or(1).clamp(1, N_MAX) as usize
 }
 
+/// Returns the headers of one connection: the known ones, and those that the header `connection` names.
+fn of_connection(headers: &HeaderMap) -> Vec<HeaderName> {
+    let named = headers.get_all(header::CONNECTION).iter().filter_map(|value| value.to_str().ok());
+    let named = named.flat_map(|value| value.split(',')).filter_map(|name| name.trim().parse().ok());
+    OF_CONNECTION.iter().map(|name| HeaderName::from_static(name)).chain(named).collect()
+}
+
 /// Returns the headers of a request that the servers get.
 fn passed_on(headers: &HeaderMap) -> HeaderMap {
+    let of_connection = of_connection(headers);
     let is_kept = |name: &HeaderName| {
-        let name = name.as_str();
-        !OF_CONNECTION.contains(&name) && !NOT_PASSED.contains(&name) && !name.starts_with(OWN)
+        let is_own = NOT_PASSED.contains(&name.as_str()) || name.as_str().starts_with(OWN);
+        !is_own && !of_connection.contains(name)
     };
     let kept = headers.iter().filter(|(name, _)| is_kept(name));
     kept.map(|(name, value)| (name.clone(), value.clone())).collect()
@@ -151,7 +166,7 @@ fn respond(answer: UpstreamAnswer, detail: Detail) -> Response {
     let passing = Passing { bytes, format, span: Span::current() };
     let mut response = Response::from_parts(head, Body::from_stream(Gathered::of(passing.into_stream())));
     let headers = response.headers_mut();
-    OF_CONNECTION.iter().for_each(|name| drop(headers.remove(*name)));
+    of_connection(headers).iter().for_each(|name| drop(headers.remove(name)));
     if detail == Detail::Explained {
         let text = explained(0, &record.explanation()).to_string();
         headers.insert(EXPLANATION, HeaderValue::from_str(&text).expect("names and numbers are plain text"));
@@ -319,6 +334,7 @@ mod tests {
     use futures::SinkExt as _;
 
     use super::*;
+    use crate::http::Code;
 
     #[test]
     fn paths_name_their_legs() {
@@ -347,12 +363,24 @@ mod tests {
             "te",
             "host",
         ];
-        let headers = all.iter().map(|name| (name.parse().unwrap(), "v".parse().unwrap())).collect();
+        let header = |name: &&str| (name.parse().unwrap(), "v".parse().unwrap());
+        let mut headers: HeaderMap = all.iter().map(header).collect();
+        headers.append("connection", "keep-alive, X-Hop".parse().unwrap());
+        headers.append("x-hop", "v".parse().unwrap());
         let passed = passed_on(&headers);
         assert_eq!(
             passed.keys().map(HeaderName::as_str).collect::<Vec<_>>(),
             ["content-type", "x-data-parallel-rank"]
         );
+    }
+
+    #[test]
+    fn a_body_that_is_no_object_has_the_code_of_its_fault() {
+        for (body, code) in
+            [("{\"n\": 1", Code::InvalidJson), ("x", Code::InvalidJson), ("[1]", Code::InvalidValue)]
+        {
+            assert_eq!(fields_of(body.as_bytes()).expect_err(body).code, code, "{body}");
+        }
     }
 
     /// Pieces of one task, each given when the one before it was taken. The stream is polled twice at a time.
