@@ -24,12 +24,12 @@ const READ: &[&str] = &[
     "rope.dimension_count",
     "rope.freq_base",
     "rope.scaling.factor",
+    "rope.scaling.original_context_length",
     "rope.scaling.type",
     "vocab_size",
 ];
 /// Keys without effect on results: which program wrote the file, and how the model was trained.
-const WITHOUT_EFFECT: &[&str] =
-    &["rope.scaling.finetuned", "rope.scaling.original_context_length", "tensor_data_layout"];
+const WITHOUT_EFFECT: &[&str] = &["rope.scaling.finetuned", "tensor_data_layout"];
 
 /// Texts of tokens that end an answer, whatever the file's keys name, as in llama.cpp.
 const ENDS: &[&str] = &["<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end_of_text|>", "<|endoftext|>"];
@@ -122,6 +122,12 @@ fn rope(header: &Header<'_>, model: &Model, keys: &mut Map<String, Value>) -> Re
     let kind = header.text(&model.key("rope.scaling.type"))?.unwrap_or("linear");
     let scaling = match (header.tensors.iter().any(|tensor| tensor.name == ROPE_FREQUENCIES), kind, factor) {
         (false, "none", _) | (false, "linear", None) => return Ok(()),
+        (false, "yarn", factor) => {
+            let trained_tokens = header
+                .count(&model.key("rope.scaling.original_context_length"))?
+                .filter(|tokens| *tokens > 0);
+            json!({"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": trained_tokens})
+        }
         (false, kind, factor) => json!({"rope_type": kind, "factor": factor}),
         (true, "none", _) | (true, "linear", None) => llama3(header, model, theta as f32)?,
         (true, ..) => {

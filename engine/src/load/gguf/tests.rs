@@ -202,6 +202,27 @@ fn configs_say_what_the_keys_say() {
     assert_eq!(text["chat_template"], original["chat_template"]);
 }
 
+#[test]
+fn yarn_has_the_trained_tokens_that_the_keys_say() {
+    let folder = TempDir::new().expect("a folder");
+    let path = folder.path().join("model.gguf");
+    let yarn = Raw::model().key("llama.rope.scaling.type", 8, &text("yarn")).key(
+        "llama.rope.scaling.factor",
+        6,
+        &4_f32.to_le_bytes(),
+    );
+    std::fs::write(&path, yarn.bytes()).expect("written");
+    let scaling = |trained: Json| json!({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": trained});
+    assert_eq!(
+        file_of(&path, "config.json")["rope_scaling"],
+        scaling(Json::Null),
+        "as llama.cpp: all tokens"
+    );
+    let yarn = yarn.key("llama.rope.scaling.original_context_length", 4, &2_u32.to_le_bytes());
+    std::fs::write(&path, yarn.bytes()).expect("written");
+    assert_eq!(file_of(&path, "config.json")["rope_scaling"], scaling(json!(2)));
+}
+
 // === tokenizers ===
 
 fn tokenizer_of(file: &Path) -> Tokenizer {
