@@ -171,7 +171,7 @@ const QWEN3_MOE: Architecture = Architecture {
     ],
     defaults: r#"{"vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 24,
         "num_attention_heads": 32, "num_key_value_heads": 4, "max_position_embeddings": 32768,
-        "moe_intermediate_size": 768, "num_experts_per_tok": 8}"#,
+        "moe_intermediate_size": 768, "num_experts_per_tok": 8, "use_sliding_window": false}"#,
 };
 
 /// The architecture of DeepSeek-V2, V2-Lite and V2.5. `rope_interleave` is no key of its configs.

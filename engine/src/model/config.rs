@@ -63,6 +63,7 @@ struct RawConfig {
     num_key_value_heads: Option<usize>,
     head_dim: Option<usize>,
     max_position_embeddings: usize,
+    original_max_position_embeddings: Option<f32>,
     rms_norm_eps: Option<f32>,
     hidden_act: Option<String>,
     rope_theta: Option<f32>,
@@ -135,10 +136,9 @@ impl ModelConfig {
     pub fn parse(config: &[u8], generation: Option<&[u8]>) -> Result<Self, ConfigProblem> {
         let architecture = architecture(config)?;
         let mut keys: Map<String, Value> = serde_json::from_slice(config)?;
-        let unread_keys =
-            keys::check(&keys, architecture.name, architecture.keys).map_err(ConfigProblem::Meaning)?;
-        keys.retain(|key, _| !unread_keys.contains(key));
         let defaults: Map<String, Value> = serde_json::from_str(architecture.defaults)?;
+        let mut unread_keys = keys::check(&keys, architecture, &defaults).map_err(ConfigProblem::Meaning)?;
+        keys.retain(|key, _| !unread_keys.contains(key));
         for (key, value) in defaults {
             keys.entry(key).or_insert(value);
         }
@@ -149,6 +149,9 @@ impl ModelConfig {
         let mixture = mixture.transpose()?;
         let latent = architecture.has_latents.then(|| RawLatent::deserialize(&keys)).transpose()?;
         let raw: RawConfig = serde_json::from_value(keys)?;
+        for rope in raw.rope_parameters.iter().chain(&raw.rope_scaling) {
+            unread_keys.extend(rope.ignored_keys().map(|key| format!("rope_scaling.{key}")));
+        }
         let generation: RawGeneration =
             generation.map(serde_json::from_slice).transpose()?.unwrap_or_default();
         let latent = latent.map(|raw| LatentShape::resolve(&raw)).transpose();
@@ -178,6 +181,7 @@ impl ModelConfig {
             );
         }
         let n_heads = raw.num_attention_heads;
+        let rope = rope(&raw)?;
         let eos = generation.eos_token_id.or(raw.eos_token_id.clone());
         let config = Self {
             architecture: architecture.name,
@@ -191,9 +195,9 @@ impl ModelConfig {
                 Some(latent) => latent.rotated,
                 None => raw.head_dim.unwrap_or(raw.hidden_size / n_heads.max(1)),
             },
-            context_tokens: raw.max_position_embeddings,
+            context_tokens: rope.context_tokens(raw.max_position_embeddings),
             norm_epsilon: raw.rms_norm_eps.unwrap_or(1e-6),
-            rope: rope(&raw)?,
+            rope,
             tied: raw.tie_word_embeddings.unwrap_or(false),
             activations: activations.unwrap_or(ActivationFormat::Full),
             has_block_scales: quantized.is_some_and(quantization::has_block_scales),
@@ -311,8 +315,10 @@ impl ModelConfig {
 /// Reads the rotary settings. Newer configs have `rope_parameters`; older ones have `rope_theta` and
 /// `rope_scaling`.
 fn rope(raw: &RawConfig) -> Result<Rope, String> {
-    let resolved =
-        |rope: &Option<RawRope>| Rope::resolve(raw.rope_theta, rope.as_ref(), raw.max_position_embeddings);
+    let resolved = |rope: &Option<RawRope>| {
+        let rope = rope.as_ref().map(|rope| rope.with_trained_tokens(raw.original_max_position_embeddings));
+        Rope::resolve(raw.rope_theta, rope.as_ref(), raw.max_position_embeddings)
+    };
     match (&raw.rope_parameters, &raw.rope_scaling) {
         (parameters @ Some(_), None) => resolved(parameters),
         (None, scaling) => resolved(scaling),

@@ -2,6 +2,8 @@
 
 use serde_json::{Map, Value};
 
+use super::architecture::Architecture;
+
 /// The keys that are read for every architecture.
 const READ: &[&str] = &[
     "architectures",
@@ -15,6 +17,7 @@ const READ: &[&str] = &[
     "num_attention_heads",
     "num_hidden_layers",
     "num_key_value_heads",
+    "original_max_position_embeddings",
     "quantization_config",
     "rms_norm_eps",
     "rope_parameters",
@@ -75,19 +78,26 @@ const CHANGES_NUMBERS: &[&str] = &[
 const MULTIPLIES: &[&str] = &["factor", "multiplier", "scal"];
 
 /// Checks the keys of a config. Returns those that are not read, for the log. Rejects a key that changes
-/// results. `known` are the keys that only some architectures read.
+/// results. `defaults` are the architecture's, for keys that the config lacks.
 pub(super) fn check(
     config: &Map<String, Value>,
-    architecture: &str,
-    known: &[&str],
+    architecture: &Architecture,
+    defaults: &Map<String, Value>,
 ) -> Result<Vec<String>, String> {
-    let is_read = |key: &str| READ.contains(&key) || known.contains(&key) || WITHOUT_EFFECT.contains(&key);
-    let windows_are_off = config.get("use_sliding_window") == Some(&Value::Bool(false));
+    let known = |key: &str| READ.contains(&key) || architecture.keys.contains(&key);
+    let uses_windows = config.get("use_sliding_window").or_else(|| defaults.get("use_sliding_window"));
+    let windows_are_off = uses_windows == Some(&Value::Bool(false));
     let mut unread = Vec::new();
-    for (key, value) in config.iter().filter(|(key, _)| !is_read(key)) {
-        let is_unused = windows_are_off && ["sliding_window", "max_window_layers"].contains(&key.as_str());
-        if contains(key, CHANGES_NUMBERS) && !is_neutral(key, value) && !is_unused {
-            return Err(format!("{key} is {value}, which is not implemented for {architecture}"));
+    for (key, value) in
+        config.iter().filter(|(key, _)| !known(key) && !WITHOUT_EFFECT.contains(&key.as_str()))
+    {
+        let is_refused = match key.as_str() {
+            "sliding_window" | "max_window_layers" if windows_are_off => false,
+            "use_qk_norm" => !value.is_null() && *value != architecture.head_norms,
+            _ => contains(key, CHANGES_NUMBERS) && !is_neutral(key, value),
+        };
+        if is_refused {
+            return Err(format!("{key} is {value}, which is not implemented for {}", architecture.name));
         }
         unread.push(key.clone());
     }
@@ -119,8 +129,11 @@ mod tests {
 
     use super::*;
 
-    fn checked(config: &Value, known: &[&str]) -> Result<Vec<String>, String> {
-        check(config.as_object().expect("an object"), "A", known)
+    /// Checks the keys of an architecture without norms of heads.
+    fn checked(config: &Value, known: &'static [&'static str]) -> Result<Vec<String>, String> {
+        let plain = Architecture::named("LlamaForCausalLM").expect("it is known");
+        let architecture = Architecture { name: "A", keys: known, ..*plain };
+        check(config.as_object().expect("an object"), &architecture, &Map::new())
     }
 
     #[test]
@@ -159,7 +172,7 @@ mod tests {
         let config = json!({
             "attn_logit_softcapping": null, "embedding_multiplier": 1.0, "partial_rotary_factor": 1,
             "attention_bias": false, "no_rope_layers": [], "num_experts": 0, "use_mrope": false,
-            "use_sliding_window": false, "sliding_window": 4096, "max_window_layers": 28,
+            "use_sliding_window": false, "sliding_window": 4096, "max_window_layers": 28, "use_qk_norm": false,
         });
         checked(&config, &[]).expect("none of them changes a number");
     }

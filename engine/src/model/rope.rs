@@ -97,6 +97,15 @@ impl Rope {
         if let Scaling::Yarn(yarn) = self.scaling { yarn.score_factor } else { 1.0 }
     }
 
+    /// Returns the longest sequence of a model with this many positions in its config. YaRN is made for a multiple of
+    /// the trained tokens, which some configs do not count, as in vLLM.
+    pub fn context_tokens(&self, positions: usize) -> usize {
+        match self.scaling {
+            Scaling::Yarn(yarn) => positions.max((yarn.trained_tokens * yarn.factor) as usize),
+            _ => positions,
+        }
+    }
+
     /// Returns the settings as text, for the fingerprint.
     pub fn fingerprint(&self) -> String {
         format!("theta {}, {:?}", self.theta, self.scaling)
@@ -119,8 +128,8 @@ impl RawRope {
         let is_neutral = |key: &str, value: &Value| {
             value.is_null() || (key == "partial_rotary_factor" && value.as_f64() == Some(1.0))
         };
-        let is_read = |key: &str| self.kind() == Some("yarn") && YARN_KEYS.contains(&key);
-        let unknown = self.others.iter().find(|(key, value)| !is_neutral(key, value) && !is_read(key));
+        let is_known = |key: &str| self.kind() == Some("yarn") && YARN_KEYS.contains(&key);
+        let unknown = self.others.iter().find(|(key, value)| !is_neutral(key, value) && !is_known(key));
         let unknown = unknown.map(|(key, _)| key);
         match (self.kind(), unknown) {
             (Some(kind), Some(key)) if IMPLEMENTED.contains(&kind) => {
@@ -137,6 +146,19 @@ impl RawRope {
         }
     }
 
+    /// Returns the settings with the trained tokens that stand beside them in a config. They have priority, as in
+    /// `transformers`.
+    pub(super) fn with_trained_tokens(&self, tokens: Option<f32>) -> Self {
+        let has_them = self.kind().is_some_and(|kind| ["llama3", "yarn"].contains(&kind));
+        let tokens = tokens.filter(|_| has_them).or(self.original_max_position_embeddings);
+        Self { original_max_position_embeddings: tokens, ..self.clone() }
+    }
+
+    /// Returns the keys that change numbers in other servers and are not read here, for the log.
+    pub(super) fn ignored_keys(&self) -> impl Iterator<Item = &str> {
+        self.others.keys().map(String::as_str).filter(|key| *key == ATTN_FACTOR)
+    }
+
     /// Returns a number that only one type has; `None` if it is missing, null or zero.
     fn number(&self, key: &str) -> Result<Option<f32>, String> {
         let Some(value) = self.others.get(key).filter(|value| !value.is_null()) else { return Ok(None) };
@@ -149,9 +171,19 @@ impl RawRope {
 
 /// The supported values of `rope_type`.
 const IMPLEMENTED: &[&str] = &["default", "linear", "llama3", "yarn"];
-/// The keys that only YaRN has.
-const YARN_KEYS: &[&str] =
-    &["attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"];
+/// The keys that only YaRN has. `finetuned` is about the training.
+const YARN_KEYS: &[&str] = &[
+    ATTN_FACTOR,
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "finetuned",
+    "mscale",
+    "mscale_all_dim",
+    "truncate",
+];
+/// A factor of cosines and sines in vLLM. `transformers` does not read it, and has `attention_factor` instead.
+const ATTN_FACTOR: &str = "attn_factor";
 
 fn needed(name: &str, value: Option<f32>) -> Result<f32, String> {
     value.filter(|value| *value > 0.0).ok_or_else(|| format!("rope scaling needs {name} above zero"))

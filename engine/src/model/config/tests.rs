@@ -166,9 +166,16 @@ fn mixtures_are_read_and_their_mistakes_named() {
             r#"{"use_sliding_window": true}"#,
             "use_sliding_window is true, which is not implemented for Qwen3MoeForCausalLM",
         ),
+        (
+            r#"{"use_qk_norm": false}"#,
+            "use_qk_norm is false, which is not implemented for Qwen3MoeForCausalLM",
+        ),
     ] {
         assert_eq!(mixture("Qwen3MoeForCausalLM", changes).expect_err(changes), expected);
     }
+    let published = r#"{"use_qk_norm": true, "max_window_layers": 28, "sliding_window": 4096}"#;
+    let config = config_of("Qwen3MoeForCausalLM", published).expect("norms are there, and windows are off");
+    assert_eq!((config.optional.head_norms, config.windows), (true, vec![None, None]));
     let parts =
         |changes: &str| config_of("Qwen3MoeForCausalLM", changes).expect("a config").fingerprint_parts();
     assert_ne!(parts(r#"{"norm_topk_prob": true}"#), parts(r#"{"norm_topk_prob": false}"#));
@@ -267,6 +274,55 @@ fn a_key_that_an_architecture_does_not_know_has_no_effect() {
     let with = config_of("Qwen3MoeForCausalLM", r#"{"first_k_dense_replace": 1}"#).expect("a config");
     let without = config_of("Qwen3MoeForCausalLM", r#"{"hidden_size": 8}"#).expect("a config");
     assert_eq!((with.mixture, with.unread_keys), (without.mixture, vec!["first_k_dense_replace".to_owned()]));
+}
+
+#[test]
+fn trained_tokens_beside_the_rotary_settings_have_priority() {
+    let rope = |changes: &str| config(changes).expect(changes).rope;
+    let llama3 = r#""rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0"#;
+    for settings in [r#""rope_type": "yarn", "factor": 4.0"#, llama3] {
+        let inside = |tokens: u32, beside: &str| {
+            let inside = format!(r#""original_max_position_embeddings": {tokens}"#);
+            rope(&format!(r#"{{{beside} "rope_scaling": {{{settings}, {inside}}}}}"#))
+        };
+        let beside = inside(64, r#""original_max_position_embeddings": 32,"#);
+        assert_eq!(beside, inside(32, ""), "{settings}");
+        assert_ne!(beside, inside(64, ""), "{settings}");
+        assert_eq!(inside(64, r#""original_max_position_embeddings": null,"#), inside(64, ""), "{settings}");
+    }
+    let plain = r#"{"original_max_position_embeddings": 32, "rope_parameters": {"rope_theta": 5.0}}"#;
+    assert_eq!(rope(plain), rope(r#"{"rope_theta": 5.0}"#));
+}
+
+#[test]
+fn yarn_lengthens_the_context() {
+    for (scaling, expected) in [
+        (r#"{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}"#, 256),
+        (r#"{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}"#, 64),
+        (r#"{"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16}"#, 64),
+        (r#"{"rope_type": "yarn", "factor": 4.0}"#, 256),
+        (r#"{"rope_type": "linear", "factor": 4.0}"#, 64),
+    ] {
+        let config = config(&format!(r#"{{"rope_scaling": {scaling}}}"#)).expect(scaling);
+        assert_eq!(config.context_tokens, expected, "{scaling}");
+    }
+}
+
+#[test]
+fn keys_of_yarn_that_transformers_ignores_are_taken() {
+    let yarn = |more: &str| {
+        let changes = format!(r#"{{"rope_scaling": {{"rope_type": "yarn", "factor": 4.0{more}}}}}"#);
+        config(&changes).expect(more)
+    };
+    let ignored = yarn(r#", "attn_factor": 0.878, "finetuned": true"#);
+    assert_eq!(ignored.rope, yarn("").rope);
+    assert_eq!(
+        (ignored.unread_keys, yarn("").unread_keys),
+        (vec!["rope_scaling.attn_factor".to_owned()], vec![])
+    );
+    let linear = r#"{"rope_scaling": {"type": "linear", "factor": 2.0, "attn_factor": 0.5}}"#;
+    let error = config(linear).expect_err("of another type");
+    assert_eq!(error, "rope_type \"linear\" with attn_factor is not implemented");
 }
 
 /// Returns the names of the parts of a fingerprint that differ.
