@@ -4,7 +4,7 @@
 //! The config names the format of a checkpoint; the files have the type of each tensor. The config also says
 //! whether the checkpoint was made for activations in FP8.
 
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 
 /// The rows and columns that share a scale, in checkpoints with block scales.
 const BLOCK: [usize; 2] = [kernels::cpu::FP8_BLOCK; 2];
@@ -90,6 +90,10 @@ fn of_compressed_tensors(config: &Value) -> Result<ActivationFormat, String> {
     if config.get("sparsity_config").is_some_and(|sparsity| !is_dense(sparsity)) {
         return Err("quantization_config: sparsity_config is not implemented".to_owned());
     }
+    // They rotate weights and activations, and one without the other computes something else.
+    if config.get("transform_config").is_some_and(|transforms| !is_empty(transforms)) {
+        return Err("quantization_config: transform_config is not implemented".to_owned());
+    }
     let groups = config.get("config_groups").and_then(Value::as_object).filter(|groups| !groups.is_empty());
     let groups = groups.ok_or("quantization_config: config_groups names none")?;
     let formats: Vec<ActivationFormat> = groups.values().map(of_group).collect::<Result<_, _>>()?;
@@ -103,9 +107,12 @@ fn of_compressed_tensors(config: &Value) -> Result<ActivationFormat, String> {
 }
 
 fn is_dense(sparsity: &Value) -> bool {
-    sparsity.is_null()
-        || sparsity.as_object().is_some_and(Map::is_empty)
-        || sparsity.get("format").and_then(Value::as_str) == Some("dense")
+    is_empty(sparsity) || sparsity.get("format").and_then(Value::as_str) == Some("dense")
+}
+
+/// Returns whether settings are null, or an object in which all settings are so.
+fn is_empty(settings: &Value) -> bool {
+    settings.is_null() || settings.as_object().is_some_and(|settings| settings.values().all(is_empty))
 }
 
 /// Checks a group and returns its format of activations.
@@ -210,6 +217,8 @@ mod tests {
         assert_eq!(activations(&weights_alone), Ok(ActivationFormat::Full));
         let fbgemm = json!({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]});
         assert_eq!(activations(&fbgemm), Ok(ActivationFormat::Fp8));
+        let no_transforms = with("/transform_config", json!({"config_groups": {}}));
+        assert_eq!(activations(&no_transforms), Ok(ActivationFormat::Fp8));
         let mut of_blocks = with(&format!("{group}/weights/strategy"), json!("block"));
         of_blocks["config_groups"]["group_0"]["weights"]["block_structure"] = json!([128, 128]);
         assert_eq!(activations(&of_blocks), Ok(ActivationFormat::Fp8), "one for each block");
@@ -276,6 +285,10 @@ mod tests {
                 "format \"pack-quantized\" is not implemented: float-quantized is",
             ),
             (with("/config_groups", json!({})), "config_groups names none"),
+            (
+                with("/transform_config", json!({"config_groups": {"u": {"type": "hadamard"}}})),
+                "transform_config is not implemented",
+            ),
             (with(group, json!({})), "has no weights"),
             (
                 with(&format!("{group}/weights/type"), json!("int")),
