@@ -36,7 +36,9 @@ pub(super) fn has_safetensors(folder: &Path) -> bool {
 
 impl Checkpoint {
     pub fn open(folder: &Path) -> Result<Self, LoadError> {
-        if folder.join(INDEX).exists() { Self::indexed(folder) } else { Self::whole(folder) }
+        // One file comes before an index, which may be of an older checkpoint. `transformers` does the same.
+        let is_indexed = folder.join(INDEX).exists() && !folder.join(WHOLE).exists();
+        if is_indexed { Self::indexed(folder) } else { Self::whole(folder) }
     }
 
     fn whole(folder: &Path) -> Result<Self, LoadError> {
@@ -110,6 +112,15 @@ impl Checkpoint {
         let matrix = Matrix::new(bytes, rows, cols, tensor.format)
             .map_err(|wrong| size_is_wrong(name, file, &wrong))?;
         matrix.aligned().map_err(LoadError::Memory)
+    }
+
+    /// Returns whether both tensors are there and have other numbers.
+    pub(super) fn differ(&self, one: &str, other: &str) -> bool {
+        if self.shape(one).is_none() || self.shape(other).is_none() {
+            return false;
+        }
+        let (Ok((one, _)), Ok((other, _))) = (self.tensor(one), self.tensor(other)) else { return true };
+        one.shape != other.shape || one.format != other.format || *one.bytes != *other.bytes
     }
 
     fn tensor(&self, name: &str) -> Result<(TensorBytes, &TensorFile), LoadError> {

@@ -2,6 +2,10 @@
 
 use std::path::{Path, PathBuf};
 
+use tracing::info;
+
+use super::checkpoint::Checkpoint;
+use super::tensors::{EMBEDDING, OUTPUT};
 use crate::error::LoadError;
 use crate::model::ModelConfig;
 use crate::model::config::ConfigProblem;
@@ -19,7 +23,14 @@ impl ModelFolder {
         let file = path.join("config.json");
         let config = std::fs::read(&file).map_err(|source| LoadError::Read { path: file.clone(), source })?;
         let generation = read_if_there(&path.join("generation_config.json"))?;
-        let config = read_config(&file, &config, generation.as_deref())?;
+        let mut config = read_config(&file, &config, generation.as_deref())?;
+        if config.tied && has_own_output(path) {
+            info!(
+                folder = %path.display(),
+                "tie_word_embeddings is ignored: lm_head.weight and model.embed_tokens.weight differ"
+            );
+            config.tied = false;
+        }
         Ok(Self { path: path.to_owned(), config })
     }
 
@@ -54,6 +65,13 @@ fn read_config(path: &Path, config: &[u8], generation: Option<&[u8]>) -> Result<
             problem => LoadError::Config { path, source: Box::new(problem) },
         }
     })
+}
+
+/// Returns whether the weights have an output layer that is not the embedding. `transformers` then uses it, whatever the
+/// config says: merged adapters leave such checkpoints.
+fn has_own_output(folder: &Path) -> bool {
+    // A folder for random weights may have no checkpoint, and the loading of weights reports a bad one.
+    Checkpoint::open(folder).is_ok_and(|checkpoint| checkpoint.differ(EMBEDDING, OUTPUT))
 }
 
 fn read_if_there(path: &Path) -> Result<Option<Vec<u8>>, LoadError> {

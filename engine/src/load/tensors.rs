@@ -30,10 +30,14 @@ impl TensorSpec {
     }
 }
 
+/// The embedding, and the output layer where it has weights of its own.
+pub(super) const EMBEDDING: &str = "model.embed_tokens.weight";
+pub(super) const OUTPUT: &str = "lm_head.weight";
+
 /// Returns all tensors that a decoder with this config reads, with the names that all architectures use.
 pub fn tensors(config: &ModelConfig) -> Vec<TensorSpec> {
     let ModelConfig { hidden, intermediate, vocab, .. } = *config;
-    let mut all = vec![matrix("model.embed_tokens.weight".to_owned(), vocab, hidden)];
+    let mut all = vec![matrix(EMBEDDING.to_owned(), vocab, hidden)];
     for nth in 0..config.n_layers {
         let of = |part: &str| format!("model.layers.{nth}.{part}");
         for norm in ["input_layernorm", "post_attention_layernorm"] {
@@ -68,7 +72,7 @@ pub fn tensors(config: &ModelConfig) -> Vec<TensorSpec> {
     }
     all.push(vector("model.norm.weight".to_owned(), hidden));
     if !config.tied {
-        all.push(matrix("lm_head.weight".to_owned(), vocab, hidden));
+        all.push(matrix(OUTPUT.to_owned(), vocab, hidden));
     }
     all
 }
@@ -202,7 +206,7 @@ pub fn check_all_read(config: &ModelConfig, checkpoint: &Checkpoint) -> Result<(
 fn may_be_unread(config: &ModelConfig, name: &str) -> bool {
     // Older tools stored the rotary frequencies, which follow from the config and so need not be read.
     let is_frequencies = name.ends_with(".rotary_emb.inv_freq");
-    is_frequencies || (config.tied && name == "lm_head.weight") || is_of_prediction(config, name)
+    is_frequencies || (config.tied && name == OUTPUT) || is_of_prediction(config, name)
 }
 
 /// Returns whether the tensor is one of a layer of multi-token prediction, which stand behind the model's own layers.

@@ -253,6 +253,31 @@ fn an_index_may_not_promise_too_much() {
         index(folder, json!({"b": "one.safetensors"}));
     });
     assert_eq!(in_no_index, "no tensor a in F/model.safetensors.index.json");
+    let (_folder, checkpoint) = opened(|folder| {
+        write_tensors(&folder.join("model.safetensors"), &[("a", "F32", &[1], &[0; 4])]);
+        index(folder, json!({"b": "one.safetensors"}));
+    });
+    assert_eq!(checkpoint.expect("one file").shape("a"), Some(vec![1]), "an index of an older checkpoint");
+}
+
+#[test]
+fn an_output_layer_that_differs_from_the_embedding_is_used() {
+    let tied = |output: Option<[u8; 4]>| {
+        let folder = TempDir::new().expect("a folder");
+        let config = r#"{"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": true}"#;
+        std::fs::write(folder.path().join("config.json"), config).expect("a file");
+        let output = output.iter().map(|bytes| ("lm_head.weight", "F32", &[1][..], bytes.as_slice()));
+        let embedding = ("model.embed_tokens.weight", "F32", &[1][..], [1, 2, 3, 4].as_slice());
+        let tensors: Vec<_> = [embedding].into_iter().chain(output).collect();
+        write_tensors(&folder.path().join("model.safetensors"), &tensors);
+        let config = ModelFolder::open(folder.path()).expect("it opens").config;
+        let is_read = tensors::tensors(&config).iter().any(|tensor| tensor.name == "lm_head.weight");
+        assert_ne!(config.tied, is_read);
+        config.tied
+    };
+    assert!(tied(None));
+    assert!(tied(Some([1, 2, 3, 4])), "the same numbers");
+    assert!(!tied(Some([1, 2, 3, 5])));
 }
 
 #[test]
