@@ -3,13 +3,14 @@
 //! Templates are written for Hugging Face's Jinja2. This module has the settings, filters and functions of
 //! `transformers`, so that the rendered bytes are the same.
 
+mod python;
+
 use std::collections::BTreeMap;
 
 use jiff::Timestamp;
 use minijinja::syntax::SyntaxConfig;
-use minijinja::value::{Kwargs, Value};
-use minijinja::{AutoEscape, Environment, Error, ErrorKind, State};
-use serde::Serialize;
+use minijinja::value::Value;
+use minijinja::{AutoEscape, Environment, Error, ErrorKind, State, filters, tests as builtin_tests};
 
 use super::dialect;
 use super::reasoning::ReasoningTags;
@@ -146,10 +147,25 @@ fn environment() -> Result<Environment<'static>, Error> {
     environment.set_syntax(SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?);
     environment.set_auto_escape_callback(|_| AutoEscape::None);
     environment.set_unknown_method_callback(dialect::method);
-    environment.add_filter("tojson", tojson);
+    environment.set_formatter(python::write);
+    environment.add_filter("tojson", python::tojson);
+    environment.add_filter("string", python::string);
+    environment.add_filter("length", length);
+    environment.add_filter("count", length);
+    environment.add_test("iterable", is_iterable);
     environment.add_function("raise_exception", raise_exception);
     environment.add_function("strftime_now", strftime_now);
     Ok(environment)
+}
+
+/// The test `iterable`. In Jinja2, `none` is not iterable, and an undefined value is.
+fn is_iterable(value: &Value) -> bool {
+    !value.is_none() && builtin_tests::is_iterable(value)
+}
+
+/// The filter `length`. In Jinja2, an undefined value is empty.
+fn length(value: &Value) -> Result<usize, Error> {
+    if value.is_undefined() { Ok(0) } else { filters::length(value) }
 }
 
 /// Returns the error message of the template's author, without the position in the template.
@@ -169,68 +185,8 @@ fn strftime_now(state: &State<'_, '_>, format: &str) -> Result<String, Error> {
     jiff::fmt::strtime::format(format, now).map_err(invalid)
 }
 
-/// Writes JSON as Python's `json.dumps` does, without the HTML escapes of the built-in filter.
-fn tojson(value: &Value, options: Kwargs) -> Result<String, Error> {
-    let indent: Option<usize> = options.get("indent")?;
-    let ensure_ascii: Option<bool> = options.get("ensure_ascii")?;
-    options.assert_all_used()?;
-    let json = match indent {
-        Some(n) => written(value, serde_json::ser::PrettyFormatter::with_indent(" ".repeat(n).as_bytes()))?,
-        None => written(value, PythonSpacing)?,
-    };
-    Ok(if ensure_ascii.unwrap_or(false) { ascii(&json) } else { json })
-}
-
-fn written(value: &Value, formatter: impl serde_json::ser::Formatter) -> Result<String, Error> {
-    let mut json = Vec::new();
-    value.serialize(&mut serde_json::Serializer::with_formatter(&mut json, formatter)).map_err(invalid)?;
-    String::from_utf8(json).map_err(invalid)
-}
-
-/// Escapes non-ASCII characters as `\uXXXX`, in surrogate pairs if needed. In JSON they occur only inside
-/// strings.
-fn ascii(json: &str) -> String {
-    let mut units = [0; 2];
-    json.chars().fold(String::with_capacity(json.len()), |mut text, character| {
-        if character.is_ascii() {
-            text.push(character);
-        } else {
-            character
-                .encode_utf16(&mut units)
-                .iter()
-                .for_each(|unit| text.push_str(&format!("\\u{unit:04x}")));
-        }
-        text
-    })
-}
-
 fn invalid(error: impl std::fmt::Display) -> Error {
     Error::new(ErrorKind::InvalidOperation, error.to_string())
-}
-
-/// Formats JSON with a space after commas and colons, as Python does: `{"a": 1, "b": 2}`.
-struct PythonSpacing;
-
-impl serde_json::ser::Formatter for PythonSpacing {
-    fn begin_array_value<W: ?Sized + std::io::Write>(
-        &mut self,
-        writer: &mut W,
-        first: bool,
-    ) -> std::io::Result<()> {
-        if first { Ok(()) } else { writer.write_all(b", ") }
-    }
-
-    fn begin_object_key<W: ?Sized + std::io::Write>(
-        &mut self,
-        writer: &mut W,
-        first: bool,
-    ) -> std::io::Result<()> {
-        if first { Ok(()) } else { writer.write_all(b", ") }
-    }
-
-    fn begin_object_value<W: ?Sized + std::io::Write>(&mut self, writer: &mut W) -> std::io::Result<()> {
-        writer.write_all(b": ")
-    }
 }
 
 #[cfg(test)]

@@ -14,8 +14,8 @@ const MAY_STAY: &[(&str, &str, &str)] = &[
     ("device/src/cuda/error.rs", "ensure", "a condition, as in `assert!`"),
     ("engine/src/model/architecture.rs", "is_there", "the value of a model's setting"),
     ("kernels/src/cuda/ops/decode.rs", "launch_decode", "CUDA's three dimensions of a grid"),
-    ("router/src/text/template.rs", "begin_array_value", "the trait is serde_json's"),
-    ("router/src/text/template.rs", "begin_object_key", "the trait is serde_json's"),
+    ("router/src/text/template/python.rs", "begin_array_value", "the trait is serde_json's"),
+    ("router/src/text/template/python.rs", "begin_object_key", "the trait is serde_json's"),
 ];
 
 #[test]

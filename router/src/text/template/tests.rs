@@ -41,6 +41,7 @@ fn what_real_templates_use() {
     check("{{ strftime_now('%d %b %Y') }}", hello(), "01 Jan 2026");
     check("{% if tools is none %}none{% endif %}{% if not tools %}!{% endif %}", hello(), "none!");
     check("{% if add_generation_prompt %}go{% endif %}", hello(), "go");
+    check("{% if tools is iterable and tools | length > 0 %}tools{% else %}none{% endif %}", hello(), "none");
 }
 
 #[test]
