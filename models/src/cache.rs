@@ -90,7 +90,8 @@ impl ModelCache {
     pub(crate) fn link(&self, commit: &str, file: &str, etag: &str) -> Result<(), HubError> {
         let link = self.snapshot(commit).join(file);
         make_parent(&link)?;
-        match std::os::unix::fs::symlink(Path::new("../../blobs").join(etag), &link) {
+        let root = "../".repeat(2 + file.matches('/').count());
+        match std::os::unix::fs::symlink(Path::new(&root).join("blobs").join(etag), &link) {
             Err(error) if error.kind() != io::ErrorKind::AlreadyExists => Err(HubError::io(&link)(error)),
             Ok(()) | Err(_) => Ok(()),
         }

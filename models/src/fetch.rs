@@ -162,7 +162,8 @@ impl Download<'_> {
 
     /// Requests the etag and length of a file from the hub.
     async fn content(&self, name: &str) -> Result<Content, HubError> {
-        let path = format!("/{}/resolve/{}/{}", self.id.repository(), self.commit, encoded(name));
+        let name_in_path = name.split('/').map(encoded).collect::<Vec<_>>().join("/");
+        let path = format!("/{}/resolve/{}/{name_in_path}", self.id.repository(), self.commit);
         let url = self.hub.client.url(&path)?;
         let (status, headers) = self.hub.client.head(&url).await?;
         if !(status.is_success() || status.is_redirection()) {

@@ -9,13 +9,14 @@ use serde::Deserialize;
 use crate::error::HubError;
 
 /// The small files that are downloaded if the repository has them.
-const SMALL: [&str; 7] = [
+const SMALL: [&str; 8] = [
     CONFIG,
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
+    "additional_chat_templates/tool_use.jinja",
     INDEX,
 ];
 pub(crate) const CONFIG: &str = "config.json";
@@ -34,13 +35,14 @@ pub(crate) fn small(there: &BTreeSet<String>) -> impl Iterator<Item = &str> {
     SMALL.into_iter().filter_map(|name| there.get(name)).map(String::as_str)
 }
 
-/// Returns the files with weights in the repository `there`: the shards of the index, or the single file.
+/// Returns the files with weights in the repository `there`: the single file, or the shards of the index.
 /// `None` if it has no safetensors.
 pub(crate) fn weights(snapshot: &Path, there: &BTreeSet<String>) -> Option<BTreeSet<String>> {
-    if there.contains(INDEX) {
-        return shards(snapshot).filter(|shards| shards.is_subset(there));
+    match there.get(WEIGHTS) {
+        Some(weights) => Some(BTreeSet::from([weights.clone()])),
+        None if there.contains(INDEX) => shards(snapshot).filter(|shards| shards.is_subset(there)),
+        None => None,
     }
-    there.get(WEIGHTS).map(|weights| BTreeSet::from([weights.clone()]))
 }
 
 /// Checks by the file names whether the repository may contain a model that Baton can read.
@@ -68,8 +70,8 @@ fn shards(snapshot: &Path) -> Option<BTreeSet<String>> {
 /// Returns whether a snapshot has all files that a node needs, checked without the hub.
 pub(crate) fn is_complete(snapshot: &Path) -> bool {
     let there = |name: &str| snapshot.join(name).exists();
-    let weights = if there(INDEX) { shards(snapshot) } else { Some(BTreeSet::from([WEIGHTS.to_owned()])) };
-    there(CONFIG) && weights.is_some_and(|weights| weights.iter().all(|name| there(name)))
+    let has_shards = || shards(snapshot).is_some_and(|shards| shards.iter().all(|name| there(name)));
+    there(CONFIG) && (there(WEIGHTS) || has_shards())
 }
 
 #[cfg(test)]
@@ -110,6 +112,8 @@ mod tests {
         let all = there(&[INDEX, "s-1.safetensors", "s-2.safetensors", "consolidated.safetensors"]);
         assert_eq!(weights(snapshot.path(), &all), Some(there(&["s-1.safetensors", "s-2.safetensors"])));
         assert_eq!(weights(snapshot.path(), &there(&[INDEX, "s-1.safetensors"])), None, "a shard is missing");
+        let single = weights(snapshot.path(), &there(&[INDEX, WEIGHTS]));
+        assert_eq!(single, Some(there(&[WEIGHTS])), "the index is of an older checkpoint");
         for bad in [r#"{"weight_map": {"a": "../../x"}}"#, r#"{"weight_map": {}}"#, "{"] {
             assert_eq!(weights(with_index(bad).path(), &all), None, "{bad}");
         }

@@ -73,6 +73,17 @@ async fn a_model_is_laid_out_as_the_hubs_tools_do() {
 }
 
 #[tokio::test]
+async fn a_file_in_a_folder_is_laid_out_there() {
+    const TEMPLATE: &str = "additional_chat_templates/tool_use.jinja";
+    let mut files = files();
+    files.extend([(TEMPLATE, b"tools".as_slice()), ("additional_chat_templates/rag.jinja", b"not read")]);
+    let (fake, cache) = (FakeHub::new(&files).await, tempfile::tempdir().expect("a folder"));
+    let snapshot = fetched(&fake.client(cache.path()), "org/name").await.expect("fetched");
+    assert_eq!(fs::read(snapshot.join(TEMPLATE)).expect("the link leads to it"), b"tools");
+    assert_eq!(names(snapshot.join("additional_chat_templates")), ["tool_use.jinja"]);
+}
+
+#[tokio::test]
 async fn what_is_here_is_not_fetched_again() {
     let (fake, cache) = (FakeHub::new(&files()).await, tempfile::tempdir().expect("a folder"));
     let hub = fake.client(cache.path());

@@ -58,8 +58,8 @@ impl FakeHub {
         let fake = Self { state, hub: address(&hub), store: address(&store) };
         let hub_routes = Router::new()
             .route("/api/models/{org}/{name}/revision/{revision}", get(revision))
-            .route("/api/resolve-cache/{org}/{name}/{commit}/{file}", get(small))
-            .route("/{org}/{name}/resolve/{commit}/{file}", get(resolve))
+            .route("/api/resolve-cache/{org}/{name}/{commit}/{*file}", get(small))
+            .route("/{org}/{name}/resolve/{commit}/{*file}", get(resolve))
             .with_state(fake.clone());
         serve(hub, hub_routes);
         serve(store, Router::new().route("/blobs/{digest}", get(blob)).with_state(fake.clone()));

@@ -5,7 +5,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
-use serde::de::DeserializeOwned;
+use serde::de::{DeserializeOwned, IgnoredAny};
 use types::{Sampling, TokenId};
 
 use super::tokenizer::{Bos, HuggingFace, Tokenizer};
@@ -16,7 +16,9 @@ const CONFIG: &str = "config.json";
 const GENERATION_CONFIG: &str = "generation_config.json";
 const TOKENIZER: &str = "tokenizer.json";
 const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
+const SPECIAL_TOKENS: &str = "special_tokens_map.json";
 const CHAT_TEMPLATE: &str = "chat_template.jinja";
+const TOOL_TEMPLATE: &str = "additional_chat_templates/tool_use.jinja";
 
 /// The default temperature of OpenAI's endpoints, used if neither the request nor the model has one.
 const TEMPERATURE: f32 = 1.0;
@@ -28,6 +30,7 @@ pub fn open(folder: &Path, name: &str) -> Result<ServedModel, TextError> {
     let config: ModelConfig = required(folder, CONFIG)?;
     let generation: GenerationConfig = optional(folder, GENERATION_CONFIG)?.unwrap_or_default();
     let text: TokenizerConfig = optional(folder, TOKENIZER_CONFIG)?.unwrap_or_default();
+    let text = text.with_specials_of(optional(folder, SPECIAL_TOKENS)?.unwrap_or_default());
     let tokenizer = tokenizer(folder, &text)?;
     let eos = generation.eos_token_id.as_ref().or(config.eos_token_id.as_ref());
     Ok(ServedModel {
@@ -37,7 +40,7 @@ pub fn open(folder: &Path, name: &str) -> Result<ServedModel, TextError> {
             Tokenizer::Bytes | Tokenizer::HuggingFace(_) => template(folder, &text)?,
         },
         tokenizer: tokenizer.into(),
-        context_tokens: config.max_position_embeddings,
+        context_tokens: config.context_tokens(),
         is_short: false,
         vocab: config.vocab_size,
         eos: eos.map(Ids::tokens).unwrap_or_default(),
@@ -51,7 +54,35 @@ pub fn open(folder: &Path, name: &str) -> Result<ServedModel, TextError> {
 struct ModelConfig {
     vocab_size: u32,
     max_position_embeddings: u32,
+    original_max_position_embeddings: Option<f32>,
+    rope_scaling: Option<RopeScaling>,
+    rope_parameters: Option<RopeScaling>,
     eos_token_id: Option<Ids>,
+}
+
+/// The rotary settings on which the longest sequence depends.
+#[derive(Debug, Deserialize)]
+struct RopeScaling {
+    rope_type: Option<String>,
+    #[serde(rename = "type")]
+    older_type: Option<String>,
+    factor: Option<f32>,
+    original_max_position_embeddings: Option<f32>,
+}
+
+impl ModelConfig {
+    /// Returns the longest sequence, as nodes compute it. YaRN is made for a multiple of the trained tokens, which some
+    /// configs do not count.
+    fn context_tokens(&self) -> u32 {
+        let positions = self.max_position_embeddings;
+        let rope = self.rope_parameters.as_ref().or(self.rope_scaling.as_ref());
+        let is_yarn = |rope: &&RopeScaling| {
+            rope.rope_type.as_ref().or(rope.older_type.as_ref()).is_some_and(|kind| kind == "yarn")
+        };
+        let Some(rope) = rope.filter(is_yarn) else { return positions };
+        let trained = self.original_max_position_embeddings.or(rope.original_max_position_embeddings);
+        positions.max((trained.unwrap_or(positions as f32) * rope.factor.unwrap_or(1.0)) as u32)
+    }
 }
 
 /// The value of `eos_token_id`: one token id, or several.
@@ -124,6 +155,7 @@ struct TokenizerConfig {
     cls_token: Option<Special>,
     mask_token: Option<Special>,
     chat_template: Option<Templates>,
+    added_tokens_decoder: Option<IgnoredAny>,
 }
 
 /// A special token: its text, or an object with its text and other properties.
@@ -157,6 +189,24 @@ struct NamedTemplate {
 }
 
 impl TokenizerConfig {
+    /// Replaces the special tokens that `special_tokens_map.json` has too. That file counts in repositories that do not
+    /// list their added tokens here: `transformers` does the same.
+    fn with_specials_of(self, map: Self) -> Self {
+        if self.added_tokens_decoder.is_some() {
+            return self;
+        }
+        Self {
+            bos_token: map.bos_token.or(self.bos_token),
+            eos_token: map.eos_token.or(self.eos_token),
+            unk_token: map.unk_token.or(self.unk_token),
+            sep_token: map.sep_token.or(self.sep_token),
+            pad_token: map.pad_token.or(self.pad_token),
+            cls_token: map.cls_token.or(self.cls_token),
+            mask_token: map.mask_token.or(self.mask_token),
+            ..self
+        }
+    }
+
     /// Returns the special tokens as template variables.
     fn specials(&self) -> Vec<(String, String)> {
         [
@@ -196,43 +246,57 @@ fn tokenizer(folder: &Path, config: &TokenizerConfig) -> Result<Tokenizer, TextE
 }
 
 fn template(folder: &Path, config: &TokenizerConfig) -> Result<Option<ChatTemplate>, TextError> {
-    let Some(TemplateSources { file, default, with_tools }) = sources(folder, config)? else {
-        return Ok(None);
-    };
-    let compiled = ChatTemplate::new(&default, config.specials()).and_then(|template| match with_tools {
-        Some(source) => template.with_tools(&source),
-        None => Ok(template),
-    });
-    compiled.map(Some).map_err(|source| TextError::CompileTemplate { file, source })
+    let Some(TemplateSources { default, with_tools }) = sources(folder, config)? else { return Ok(None) };
+    let compiled = |file| move |source| TextError::CompileTemplate { file, source };
+    let template = ChatTemplate::new(&default.text, config.specials()).map_err(compiled(default.file))?;
+    let Some(with_tools) = with_tools else { return Ok(Some(template)) };
+    template.with_tools(&with_tools.text).map(Some).map_err(compiled(with_tools.file))
 }
 
-/// A model's chat templates, and the file that contains them.
-struct TemplateSources {
+/// A chat template, and the file that contains it.
+struct TemplateSource {
     file: PathBuf,
-    default: String,
-    with_tools: Option<String>,
+    text: String,
 }
 
-/// Finds the chat templates. A separate file comes first, because newer models use one.
+/// A model's chat templates.
+struct TemplateSources {
+    default: TemplateSource,
+    with_tools: Option<TemplateSource>,
+}
+
+/// Finds the chat templates. Separate files come first, because newer models use them.
 fn sources(folder: &Path, config: &TokenizerConfig) -> Result<Option<TemplateSources>, TextError> {
-    let (jinja, json) = (folder.join(CHAT_TEMPLATE), folder.join(TOKENIZER_CONFIG));
-    if let Some(bytes) = read(&jinja)? {
-        let default = String::from_utf8_lossy(&bytes).into_owned();
-        return Ok(Some(TemplateSources { file: jinja, default, with_tools: None }));
+    let separate = |name| {
+        let file = folder.join(name);
+        let bytes = read(&file)?;
+        let text = bytes.map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
+        Ok::<_, TextError>(text.map(|text| TemplateSource { file, text }))
+    };
+    let (json, with_tools) = (folder.join(TOKENIZER_CONFIG), separate(TOOL_TEMPLATE)?);
+    if let Some(default) = separate(CHAT_TEMPLATE)? {
+        return Ok(Some(TemplateSources { default, with_tools }));
     }
     match &config.chat_template {
         None => Ok(None),
-        Some(Templates::One(source)) => {
-            Ok(Some(TemplateSources { file: json, default: source.clone(), with_tools: None }))
+        Some(Templates::One(source)) => Ok(Some(TemplateSources {
+            default: TemplateSource { file: json, text: source.clone() },
+            with_tools,
+        })),
+        Some(Templates::Named(named)) => {
+            let named = by_name(json, named)?;
+            Ok(Some(TemplateSources { with_tools: with_tools.or(named.with_tools), ..named }))
         }
-        Some(Templates::Named(named)) => by_name(json, named).map(Some),
     }
 }
 
 fn by_name(file: PathBuf, named: &[NamedTemplate]) -> Result<TemplateSources, TextError> {
-    let find = |name| named.iter().find(|named| named.name == name).map(|named| named.template.clone());
+    let find = |name| {
+        let found = named.iter().find(|named| named.name == name);
+        found.map(|named| TemplateSource { file: file.clone(), text: named.template.clone() })
+    };
     match find("default") {
-        Some(default) => Ok(TemplateSources { file, default, with_tools: find("tool_use") }),
+        Some(default) => Ok(TemplateSources { default, with_tools: find("tool_use") }),
         None => Err(TextError::Field {
             file,
             field: "chat_template",

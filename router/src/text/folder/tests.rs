@@ -78,6 +78,43 @@ fn a_folder_without_a_tokenizer_serves_token_ids() {
 }
 
 #[test]
+fn special_tokens_stand_in_an_older_file_too() {
+    let map = || (SPECIAL_TOKENS, json!({"bos_token": {"content": "<|begin|>"}, "eos_token": "<|end|>"}));
+    let shown = |config: Value| {
+        let mut config = config;
+        config["chat_template"] = json!("{{ bos_token }}{{ eos_token }}");
+        let template = opened(&[(TOKENIZER_CONFIG, config), map()]).template.expect("it chats");
+        template.render(hello()).expect("renders")
+    };
+    assert_eq!(shown(json!({})), "<|begin|><|end|>");
+    assert_eq!(shown(json!({"bos_token": null, "eos_token": "old"})), "<|begin|><|end|>");
+    assert_eq!(shown(json!({"eos_token": "own", "added_tokens_decoder": {}})), "own", "as in transformers");
+    let first = opened(&[(TOKENIZER_CONFIG, json!({"add_bos_token": true})), map()]);
+    assert_eq!(first.tokenizer.encode_plain("Hello").expect("encodes")[0], TokenId(0));
+}
+
+#[test]
+fn yarn_lengthens_the_context_as_on_nodes() {
+    let yarn = |more: &str, rope: Value| {
+        let mut config = json!({"vocab_size": 2048, "max_position_embeddings": 64});
+        config[more] = json!(32);
+        config["rope_scaling"] = rope;
+        opened(&[(CONFIG, config)]).context_tokens
+    };
+    for (rope, expected) in [
+        (json!({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}), 256),
+        (json!({"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16}), 64),
+        (json!({"type": "yarn", "factor": 4}), 256),
+        (json!({"type": "linear", "factor": 4.0}), 64),
+        (Value::Null, 64),
+    ] {
+        assert_eq!(yarn("other", rope.clone()), expected, "{rope}");
+    }
+    let rope = json!({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64});
+    assert_eq!(yarn("original_max_position_embeddings", rope), 128, "it has priority");
+}
+
+#[test]
 fn templates_stand_in_any_of_three_places() {
     let in_config =
         |template: Value| json!({"bos_token": {"content": "<|begin|>"}, "chat_template": template});
@@ -95,6 +132,15 @@ fn templates_stand_in_any_of_three_places() {
     fs::write(folder.path().join(CHAT_TEMPLATE), "{{ bos_token }}own").expect("written");
     let template = open(folder.path(), "test").expect("a model").template.expect("it chats");
     assert_eq!(template.render(hello()).expect("renders"), "<|begin|>own");
+    let additional = folder.path().join(TOOL_TEMPLATE);
+    fs::create_dir(additional.parent().expect("a folder")).expect("made");
+    fs::write(&additional, "{{ bos_token }}own tools").expect("written");
+    let template = open(folder.path(), "test").expect("a model").template.expect("it chats");
+    assert_eq!(template.render(hello()).expect("renders"), "<|begin|>own");
+    assert_eq!(template.render(tools()).expect("renders"), "<|begin|>own tools");
+    fs::write(&additional, "{% for %}").expect("written");
+    let error = open(folder.path(), "test").expect_err("refused").to_string();
+    assert!(error.ends_with("/additional_chat_templates/tool_use.jinja"), "{error}");
     assert!(opened(&[]).template.is_none(), "completions only");
 }
 
