@@ -38,6 +38,8 @@ pub struct UnknownDecoder(pub String);
 pub enum VocabularyError {
     #[error(transparent)]
     Parse(#[from] tokenizers::Error),
+    #[error("read {}", file.display())]
+    AddedTokens { file: std::path::PathBuf, source: Box<dyn std::error::Error + Send + Sync> },
     #[error("`model.vocab`: token {0} is above the largest supported id")]
     Ids(u32),
     #[error(transparent)]

@@ -4,9 +4,9 @@ use std::fmt;
 use std::sync::Arc;
 
 use llguidance::toktrie::{ApproximateTokEnv, TokEnv, TokRxInfo, TokTrie};
-use tokenizers::Tokenizer;
 use types::TokenId;
 
+use crate::added_tokens::AddedTokens;
 use crate::token_bytes::{TokenBytes, VocabularyError};
 
 /// The bytes of all tokens of a model, as a tree.
@@ -22,10 +22,15 @@ impl fmt::Debug for Vocabulary {
 }
 
 impl Vocabulary {
-    /// Makes the vocabulary of a model with `n_tokens` tokens from its `tokenizer.json`. Tokens without bytes, such as
-    /// special ones, are never allowed, except `ends`, which end an answer.
-    pub fn new(tokenizer_json: &[u8], n_tokens: u32, ends: &[TokenId]) -> Result<Self, VocabularyError> {
-        let bytes = TokenBytes::of_tokenizer(&Tokenizer::from_bytes(tokenizer_json)?)?;
+    /// Makes the vocabulary of a model with `n_tokens` tokens from its `tokenizer.json` and the tokens beside it. Tokens
+    /// without bytes, such as special ones, are never allowed, except `ends`, which end an answer.
+    pub fn new(
+        tokenizer_json: &[u8],
+        added: &AddedTokens,
+        n_tokens: u32,
+        ends: &[TokenId],
+    ) -> Result<Self, VocabularyError> {
+        let bytes = TokenBytes::of_tokenizer(&added.tokenizer(tokenizer_json)?.0)?;
         Self::of_words((0..n_tokens).map(|id| bytes.of(TokenId(id)).to_vec()).collect(), ends)
     }
 

@@ -9,12 +9,13 @@ use serde::Deserialize;
 use crate::error::HubError;
 
 /// The small files that are downloaded if the repository has them.
-const SMALL: [&str; 8] = [
+const SMALL: [&str; 9] = [
     CONFIG,
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
+    "added_tokens.json",
     "chat_template.jinja",
     "additional_chat_templates/tool_use.jinja",
     INDEX,

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use engine::Backend;
-use grammar::{Compiler, Constraint, Vocabulary};
+use grammar::{AddedTokens, Compiler, Constraint, Vocabulary};
 use tokio::sync::{OnceCell, Semaphore};
 use tokio::task::spawn_blocking;
 use tracing::info;
@@ -103,7 +103,9 @@ impl TextOfModel {
         if tokenizer_digest(&json) != *digest {
             return Err(failed("the file has changed since the model was opened".to_owned()));
         }
-        let vocabulary = Vocabulary::new(&json, *n_tokens, ends).map_err(|error| failed(in_full(&error)))?;
+        let added = AddedTokens::in_folder(file.parent().unwrap_or(file));
+        let vocabulary = added.and_then(|added| Vocabulary::new(&json, &added, *n_tokens, ends));
+        let vocabulary = vocabulary.map_err(|error| failed(in_full(&error)))?;
         let compiler = Compiler::new(&vocabulary).map_err(|error| failed(in_full(&error)))?;
         info!(n_tokens = vocabulary.n_tokens(), file = %file.display(), "vocabulary read for grammars");
         Ok(compiler)

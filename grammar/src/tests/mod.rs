@@ -1,11 +1,12 @@
 //! Tests over a vocabulary of bytes, whose token 256 ends an answer.
 
+mod added;
 mod refusals;
 mod suite;
 
 use types::{Grammar, TokenId};
 
-use crate::{Compiler, Constraint, ConstraintError, Vocabulary, sources};
+use crate::{AddedTokens, Compiler, Constraint, ConstraintError, Vocabulary, sources};
 
 const END: TokenId = TokenId(256);
 
@@ -160,7 +161,8 @@ fn compiled_grammars_are_kept_within_a_bound() {
 #[test]
 fn a_vocabulary_is_read_from_the_tokenizer() {
     let json = include_bytes!("../../../models/demo/tokenizer.json");
-    let vocabulary = Vocabulary::new(json, 2048, &[TokenId(1)]).expect("the demo model's");
+    let vocabulary =
+        Vocabulary::new(json, &AddedTokens::default(), 2048, &[TokenId(1)]).expect("the demo model's");
     let constraint =
         Compiler::new(&vocabulary).map(|compiler| compiler.constraint(&sources::choice(["The", "Th"])));
     let mask = constraint.expect("a vocabulary").expect("a grammar").mask(&[]).expect("a mask");
@@ -171,6 +173,6 @@ fn a_vocabulary_is_read_from_the_tokenizer() {
     let texts: Vec<&[u8]> = allowed.iter().map(|token| bytes.of(TokenId(*token))).collect();
     assert!(texts.contains(&b"T".as_slice()) && texts.contains(&b"Th".as_slice()), "{texts:?}");
     assert!(texts.iter().all(|text| b"The".starts_with(text)), "{texts:?}");
-    let error = Vocabulary::new(json, 2048, &[]).expect_err("no end");
+    let error = Vocabulary::new(json, &AddedTokens::default(), 2048, &[]).expect_err("no end");
     assert_eq!(error.to_string(), "the model has no token that ends an answer");
 }

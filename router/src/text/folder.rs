@@ -4,11 +4,14 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
+use grammar::AddedTokens;
 use serde::Deserialize;
 use serde::de::{DeserializeOwned, IgnoredAny};
+use tracing::warn;
+use types::node::tokenizer_digest;
 use types::{Sampling, TokenId};
 
-use super::tokenizer::{Bos, HuggingFace, Tokenizer};
+use super::tokenizer::{Bos, HuggingFace, Tokenizer, TokenizerError};
 use super::{ChatTemplate, ServedModel};
 use crate::error::TextError;
 
@@ -240,7 +243,14 @@ impl TokenizerConfig {
 fn tokenizer(folder: &Path, config: &TokenizerConfig) -> Result<Tokenizer, TextError> {
     let file = folder.join(TOKENIZER);
     let Some(json) = read(&file)? else { return Ok(Tokenizer::Absent) };
-    let tokenizer = HuggingFace::new(&json).map_err(|source| TextError::Tokenizer { file, source })?;
+    let failed = |source: TokenizerError| TextError::Tokenizer { file: file.clone(), source };
+    let added = AddedTokens::in_folder(folder).map_err(|error| failed(error.into()))?;
+    let (inner, left_out) = added.tokenizer(&json).map_err(|error| failed(error.into()))?;
+    if !left_out.is_empty() {
+        let (file, tokens) = (file.display(), left_out.join(" "));
+        warn!(%file, tokens, "added tokens are left out: the tokenizer would give them other ids");
+    }
+    let tokenizer = HuggingFace::of(inner, tokenizer_digest(&json)).map_err(failed)?;
     let bos = config.bos(&tokenizer, folder.join(TOKENIZER_CONFIG))?;
     Ok(Tokenizer::HuggingFace(Box::new(tokenizer.with_bos(bos))))
 }

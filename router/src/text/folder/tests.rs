@@ -94,6 +94,16 @@ fn special_tokens_stand_in_an_older_file_too() {
 }
 
 #[test]
+fn tokens_beside_the_tokenizer_are_tokens() {
+    let added = json!({"added_tokens_decoder": {"2048": {"content": "<|more|>", "special": true}}, "add_bos_token": true,
+        "bos_token": "<|more|>"});
+    let tokenizer = opened(&[(TOKENIZER_CONFIG, added)]).tokenizer;
+    assert_eq!(tokenizer.encode("<|more|>"), Ok(vec![TokenId(2048)]));
+    assert_eq!(tokenizer.encode_plain("Hello").expect("encodes")[0], TokenId(2048));
+    assert_eq!(tokenizer.fingerprint(), demo().tokenizer.fingerprint());
+}
+
+#[test]
 fn yarn_lengthens_the_context_as_on_nodes() {
     let yarn = |more: &str, rope: Value| {
         let mut config = json!({"vocab_size": 2048, "max_position_embeddings": 64});

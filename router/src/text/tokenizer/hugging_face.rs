@@ -63,14 +63,18 @@ impl fmt::Debug for HuggingFace {
 impl HuggingFace {
     /// Makes a tokenizer from the contents of a `tokenizer.json`.
     pub fn new(json: &[u8]) -> Result<Self, TokenizerError> {
-        let mut inner = Inner::from_bytes(json)?;
+        Self::of(Inner::from_bytes(json)?, tokenizer_digest(json))
+    }
+
+    /// Makes a tokenizer. `digest` is that of its `tokenizer.json`.
+    pub fn of(mut inner: Inner, digest: String) -> Result<Self, TokenizerError> {
         // Truncation and padding are off: they are for training and batches, and would silently change the
         // length of prompts.
         inner.with_truncation(None)?;
         inner.with_padding(None);
         let bytes = TokenBytes::of_tokenizer(&inner)?;
         let (cuts, seen) = (Cuts::of(&inner), SeenPieces::new(SEEN_BYTES_MAX));
-        Ok(Self { inner, bytes, bos: Bos::default(), digest: tokenizer_digest(json), cuts, seen })
+        Ok(Self { inner, bytes, bos: Bos::default(), digest, cuts, seen })
     }
 
     pub fn with_bos(self, bos: Bos) -> Self {
