@@ -215,9 +215,11 @@ fn limit(params: &mut CertificateParams, now: Duration, days: u32) {
 
 #[cfg(test)]
 mod tests {
-    use chassis::identity::{Tls, TlsFiles};
+    use chassis::identity::{Identity, Tls, TlsFiles};
+    use types::NodeId;
 
     use super::*;
+    use crate::identity::check_rank_certificate;
 
     fn args(dir: &Path, processes: &[&str]) -> CertsArgs {
         let processes = processes.iter().map(|text| (*text).to_owned()).collect();
@@ -270,6 +272,27 @@ mod tests {
         assert_eq!(loaded(dir, "prefill-a").name().to_string(), "baton://blue/prefill/a");
         assert_eq!(loaded(dir, "decode-b").name().to_string(), "baton://blue/decode/b");
         assert_eq!(loaded(dir, "both").name().to_string(), "baton://blue/both/*");
+    }
+
+    #[test]
+    fn a_further_process_uses_the_certificate_of_its_node() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let dir = folder.path();
+        made(&args(dir, &["prefill", "decode/n", "both", "pool", "router"])).expect("made");
+        let (own, other) = (NodeId::new("n"), NodeId::new("other"));
+        for (name, id, is_accepted) in [
+            ("prefill", None, true),
+            ("prefill", Some(&own), true),
+            ("decode-n", None, true),
+            ("decode-n", Some(&own), true),
+            ("decode-n", Some(&other), false),
+            ("both", Some(&own), true),
+            ("pool", None, false),
+            ("router", None, false),
+        ] {
+            let identity = Identity::default().with_tls(loaded(dir, name));
+            assert_eq!(check_rank_certificate(&identity, id).is_ok(), is_accepted, "{name} for {id:?}");
+        }
     }
 
     #[test]

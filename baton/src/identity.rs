@@ -30,6 +30,18 @@ pub(crate) fn of_node(
     Ok((world, named))
 }
 
+/// The same for a further process of a node of several. It shows the certificate of its node, whose role its settings
+/// do not tell.
+pub(crate) fn of_rank(
+    cluster: &ClusterSection,
+    tls: &TlsSection,
+    id: Option<&NodeId>,
+) -> Result<World, CommandError> {
+    let world = world(cluster, tls)?;
+    check_rank_certificate(world.identity(), id).map_err(CommandError::start)?;
+    Ok(world)
+}
+
 fn world(cluster: &ClusterSection, tls: &TlsSection) -> Result<World, CommandError> {
     let world = World::real().with_identity(cluster.identity(tls).map_err(CommandError::start)?);
     if let Some(tls) = world.identity().tls() {
@@ -66,6 +78,15 @@ pub(crate) fn check_node_certificate(
         Some(id) if !name.is_for(role, id) => Err(TlsFileError::Node { name, id: id.to_string() }),
         Some(id) => Ok(Some(id.clone())),
         None => Ok(name.node().map(NodeId::new)),
+    }
+}
+
+/// Refuses a certificate of a process that computes no model, or of another node than `id`.
+pub(crate) fn check_rank_certificate(identity: &Identity, id: Option<&NodeId>) -> Result<(), TlsFileError> {
+    let Some(name) = identity.tls().map(|tls| tls.name()) else { return Ok(()) };
+    match [Role::Prefill, Role::Decode].into_iter().find(|role| name.role.covers(*role)) {
+        Some(role) => check_node_certificate(identity, role, id).map(drop),
+        None => Err(TlsFileError::Role { name, role: "prefill or decode node" }),
     }
 }
 

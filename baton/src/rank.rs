@@ -9,7 +9,6 @@ use kv_transfer::TransferMetrics;
 use node::group::{FollowerParts, GroupError, follow};
 use node::{NodeConfig, NodeError, Ports};
 use tracing::info;
-use types::Role;
 
 use crate::cli::RankArgs;
 use crate::config_file::ConfigFile;
@@ -33,7 +32,7 @@ pub(crate) fn run(args: &RankArgs) -> Result<ExitCode, CommandError> {
 }
 
 async fn serve(config: &NodeConfig, args: &RankArgs, shutdown: Shutdown) -> Result<ExitCode, CommandError> {
-    let (world, _) = identity::of_node(&config.cluster, &config.tls, Role::Prefill, config.id.as_ref())?;
+    let world = identity::of_rank(&config.cluster, &config.tls, config.id.as_ref())?;
     let _certificates = identity::follow_certificates(&world);
     let metrics = Metrics::of_node(NAME);
     let readiness = Readiness::unready("waiting for the head");

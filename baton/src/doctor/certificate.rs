@@ -3,11 +3,11 @@
 use std::time::Duration;
 
 use chassis::World;
-use chassis::identity::{CertRole, TlsFileError};
+use chassis::identity::TlsFileError;
 use types::{Role, in_full};
 
 use crate::config_file::ConfigFile;
-use crate::identity::{check_node_certificate, check_router_certificate};
+use crate::identity::{check_node_certificate, check_rank_certificate, check_router_certificate};
 
 use super::finding::Finding;
 
@@ -37,21 +37,12 @@ pub(super) fn look(process: &ConfigFile, world: &World) -> Option<Finding> {
 /// The command of a node decides its role, so a node's file suits each of the three.
 fn role(process: &ConfigFile, world: &World) -> Result<(), TlsFileError> {
     let identity = world.identity();
-    match (process, identity.tls().map(|tls| tls.name())) {
-        (ConfigFile::Router(_), _) => check_router_certificate(identity),
-        (ConfigFile::Pool(config), _) => {
+    match process {
+        ConfigFile::Router(_) => check_router_certificate(identity),
+        ConfigFile::Pool(config) => {
             check_node_certificate(identity, Role::Pool, config.id.as_ref()).map(drop)
         }
-        (ConfigFile::Node(config), Some(name)) => {
-            let role = match name.role {
-                CertRole::Prefill => Role::Prefill,
-                CertRole::Decode => Role::Decode,
-                CertRole::Both => Role::Both,
-                _ => return Err(TlsFileError::Role { name, role: "prefill or decode node" }),
-            };
-            check_node_certificate(identity, role, config.id.as_ref()).map(drop)
-        }
-        (ConfigFile::Node(_), None) => Ok(()),
+        ConfigFile::Node(config) => check_rank_certificate(identity, config.id.as_ref()),
     }
 }
 

@@ -128,8 +128,8 @@ pub enum ExpectedPeer {
     DecodeNode,
     /// The end of a KV link that accepts it.
     KvReceiver,
-    /// The first process of a node of several, where the others join.
-    Head,
+    /// A process of a node of several: the head, or one that joins it.
+    NodeProcess,
     /// The end of a KV link that dials. `baton doctor --peer` sends KV with an operator's certificate.
     KvSender,
 }
@@ -141,7 +141,7 @@ impl ExpectedPeer {
             Self::Node { id, role } => name.is_for(*role, id),
             Self::DecodeNode => name.role.covers(Role::Decode),
             Self::KvReceiver => [Role::Decode, Role::Pool].into_iter().any(|role| name.role.covers(role)),
-            Self::Head => [Role::Prefill, Role::Decode].into_iter().any(|role| name.role.covers(role)),
+            Self::NodeProcess => [Role::Prefill, Role::Decode].into_iter().any(|role| name.role.covers(role)),
             Self::KvSender => {
                 let sends = [Role::Prefill, Role::Pool].into_iter().any(|role| name.role.covers(role));
                 sends || name.role == CertRole::Operator
@@ -157,7 +157,7 @@ impl fmt::Display for ExpectedPeer {
             Self::Node { id, role } => write!(f, "the {role} node {id}"),
             Self::DecodeNode => f.write_str("a decode node"),
             Self::KvReceiver => f.write_str("a decode or pool node"),
-            Self::Head => f.write_str("a prefill or decode node"),
+            Self::NodeProcess => f.write_str("a prefill or decode node"),
             Self::KvSender => f.write_str("a prefill or pool node, or an operator"),
         }
     }

@@ -17,6 +17,7 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use super::certificate::ExpectedPeer;
 use super::refusals::{Reason, RefusedKind};
 use super::secret::{ClusterSecret, Mac, Use};
+use super::tls::TlsRefused;
 use crate::net::Stream;
 use crate::world::World;
 
@@ -37,7 +38,7 @@ pub async fn dial_head(world: &World, addr: &str) -> io::Result<Stream> {
 
 /// Runs the follower's side of the exchange on a stream that is connected to the head.
 pub async fn prove_to_head(world: &World, stream: Stream) -> io::Result<Stream> {
-    prove_to(world, stream, ExpectedPeer::Head).await
+    prove_to(world, stream, ExpectedPeer::NodeProcess).await
 }
 
 /// Runs the dialer's side of the exchange on a connected stream, and returns the stream for the KV.
@@ -78,14 +79,25 @@ async fn prove_to(world: &World, stream: Stream, expected: ExpectedPeer) -> io::
 /// Runs the receiver's side of the exchange on an accepted stream, and returns the stream for the KV. Before it
 /// succeeds, nothing else is read.
 pub async fn admit(world: &World, stream: Stream) -> io::Result<Stream> {
-    let identity = world.identity();
-    let mut stream = match identity.tls() {
-        None => stream,
-        Some(tls) => {
-            let secured = tls.accept_link(stream).await;
-            secured.map_err(|refused| identity.tls_refused(RefusedKind::Link, refused))?
-        }
+    let stream = match world.identity().tls() {
+        None => Ok(stream),
+        Some(tls) => tls.accept_link(stream).await,
     };
+    admit_secured(world, stream).await
+}
+
+/// Runs the head's side of the exchange with a process that joins its node, as [`admit`] does with a sender of KV.
+pub async fn admit_process(world: &World, stream: Stream) -> io::Result<Stream> {
+    let stream = match world.identity().tls() {
+        None => Ok(stream),
+        Some(tls) => tls.accept_process(stream).await,
+    };
+    admit_secured(world, stream).await
+}
+
+async fn admit_secured(world: &World, secured: Result<Stream, TlsRefused>) -> io::Result<Stream> {
+    let identity = world.identity();
+    let mut stream = secured.map_err(|refused| identity.tls_refused(RefusedKind::Link, refused))?;
     let Some(secret) = identity.secret() else { return Ok(stream) };
     let ours = world.challenge();
     stream.write_all(&[&MAGIC[..], &ours].concat()).await?;

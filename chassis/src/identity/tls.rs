@@ -116,6 +116,12 @@ impl Tls {
         Ok(Stream::other(SecureStream::new(TlsStream::Server(accepted))))
     }
 
+    /// Runs the head's handshake with a process that joins. The caller sets the deadline.
+    pub(super) async fn accept_process(&self, stream: Stream) -> Result<Stream, TlsRefused> {
+        let accepted = accept(&self.current().joins, stream).await?;
+        Ok(Stream::other(SecureStream::new(TlsStream::Server(accepted))))
+    }
+
     // === changed files ===
 
     /// Takes over changed files until the future is dropped. Running connections go on. Files with an error change

@@ -118,7 +118,7 @@ fn expected_table() {
         (ExpectedPeer::Registry, "router"),
         (ExpectedPeer::DecodeNode, "decode both"),
         (ExpectedPeer::KvReceiver, "decode both pool"),
-        (ExpectedPeer::Head, "prefill decode both"),
+        (ExpectedPeer::NodeProcess, "prefill decode both"),
         (ExpectedPeer::KvSender, "prefill both pool operator"),
     ] {
         for role in CertRole::ALL {
@@ -194,6 +194,27 @@ async fn links_with_certificates_table() {
             let told = dialed.expect_err("it is refused");
             assert!(told.starts_with("the peer refuses this process's certificate"), "{what}: {told}");
         }
+    }
+}
+
+#[tokio::test]
+async fn a_process_joins_with_the_certificate_of_its_node() {
+    let ours = Authority::new();
+    for (name, may_join) in [
+        ("prefill/n", true),
+        ("decode/n", true),
+        ("both/n", true),
+        ("pool/n", false),
+        ("router/n", false),
+        ("operator/n", false),
+    ] {
+        let (process, head) = (ours.world(&format!("baton://c/{name}")), ours.world("baton://c/decode/n"));
+        let (near, far) = duplex(64 << 10);
+        let join = link::prove_to_head(&process, Stream::other(near));
+        let (_, admitted) = tokio::join!(join, link::admit_process(&head, Stream::other(far)));
+        assert_eq!(admitted.is_ok(), may_join, "{name}");
+        let n_refused = head.identity().refusals().get(RefusedKind::Link, Reason::Role);
+        assert_eq!(n_refused, u64::from(!may_join), "{name}");
     }
 }
 

@@ -80,7 +80,7 @@ impl Entrance {
     }
 
     async fn join(self, stream: Stream, from: SocketAddr) -> Result<(), GroupError> {
-        let admitted = link::admit(&self.world, stream).await;
+        let admitted = link::admit_process(&self.world, stream).await;
         let stream = admitted.map_err(|error| GroupError::lost("it is not admitted", &error))?;
         let (reader, writer) = stream.into_split();
         let (mut reader, (out, writing)) = (MessageReader::new(reader), outgoing(writer));

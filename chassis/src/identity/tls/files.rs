@@ -104,6 +104,7 @@ pub(super) struct Certificates {
     key: Arc<SingleCertAndKey>,
     pub(super) calls: Arc<ServerConfig>,
     pub(super) links: Arc<ServerConfig>,
+    pub(super) joins: Arc<ServerConfig>,
 }
 
 impl Certificates {
@@ -131,6 +132,7 @@ impl Certificates {
             hash: hash(pem),
             calls: acceptor.config(CALLS, None)?,
             links: acceptor.config(LINKS, Some(ExpectedPeer::KvSender))?,
+            joins: acceptor.config(LINKS, Some(ExpectedPeer::NodeProcess))?,
             name,
             chain,
             ca_not_after,
@@ -168,7 +170,7 @@ impl Certificates {
 
     /// The configuration of one dialled connection.
     pub(super) fn dialer(&self, expected: ExpectedPeer) -> Result<ClientConfig, rustls::Error> {
-        let is_link = matches!(expected, ExpectedPeer::KvReceiver | ExpectedPeer::Head);
+        let is_link = matches!(expected, ExpectedPeer::KvReceiver | ExpectedPeer::NodeProcess);
         let protocol = if is_link { LINKS } else { CALLS };
         let check = AcceptorCheck {
             roots: Arc::clone(&self.roots),
