@@ -33,6 +33,9 @@ pub(super) enum Unanswered {
     Unreachable(String),
     #[error("{0}")]
     Broken(String),
+    /// The server's health check failed while it had sent no byte.
+    #[error("the server's health check failed before the first byte of its answer")]
+    Down,
 }
 
 /// Sends requests to upstream servers. Dropping a call, or its answer's body, closes its connection. Clones share the

@@ -7,11 +7,12 @@ use http::Request;
 use http::response::Parts;
 use http_body_util::{BodyExt as _, Full, Limited};
 use prometheus::IntCounterVec;
+use tokio::sync::watch;
 use tokio::time::Instant;
 use types::in_full;
 
 use super::client::{AnswerBytes, EngineClient, Unanswered};
-use super::members::{LegPlace, LegRole};
+use super::members::{Health, LegPlace, LegRole};
 
 /// The largest answer of a leg that the router reads as a whole: a refusal, or the answer of a vLLM prefill leg.
 const WHOLE_BYTES_MAX: usize = 64 << 20;
@@ -83,11 +84,18 @@ pub(super) type DrainedLeg = BoxFuture<'static, Result<(), FailedLeg>>;
 pub(crate) const LEG_OUTCOMES: [&str; 4] = ["finished", "refused", "failed", "cancelled"];
 
 impl Leg {
-    /// Sends the request, and waits for the first bytes of an answer without an error.
+    /// Sends the request, and waits for the first bytes of an answer without an error. Fails when a health check of the
+    /// server fails before.
     pub(super) async fn begin(self) -> Result<BegunLeg, FailedLeg> {
         let Self { role, client, request, place, counter } = self;
+        let mut checks = place.checks();
         let mut open = OpenLeg { role, place, counter, outcome: "cancelled" };
-        let (head, body) = match client.send(request).await {
+        let answered = tokio::select! {
+            biased;
+            answered = client.send(request) => answered,
+            () = down(&mut checks) => Err(Unanswered::Down),
+        };
+        let (head, body) = match answered {
             Ok(answer) => answer.into_parts(),
             Err(why) => return Err(open.unanswered(&why)),
         };
@@ -95,7 +103,12 @@ impl Leg {
             return Err(open.refused(head, body).await);
         }
         let mut rest = LegBytes { body, open };
-        let first = rest.next().await?;
+        let first = tokio::select! {
+            biased;
+            first = rest.next() => Some(first?),
+            () = down(&mut checks) => None,
+        };
+        let Some(first) = first else { return Err(rest.open.unanswered(&Unanswered::Down)) };
         rest.open.place.succeeded();
         Ok(BegunLeg { head, first, rest })
     }
@@ -122,6 +135,12 @@ impl Leg {
         }
         Ok(whole.into())
     }
+}
+
+/// Returns when a health check has failed. Cancel-safe.
+async fn down(checks: &mut watch::Receiver<Health>) {
+    // The leg holds the member, and so the sender.
+    let _ = checks.wait_for(|found| *found == Health::Down).await;
 }
 
 impl LegBytes {
@@ -160,7 +179,7 @@ impl OpenLeg {
         self.place.unanswered(self.role, why, Instant::now());
         self.failure(match why {
             Unanswered::Unreachable(_) => LegFailure::Unreachable(why.to_string()),
-            Unanswered::Broken(_) => LegFailure::Unanswered(why.to_string()),
+            Unanswered::Broken(_) | Unanswered::Down => LegFailure::Unanswered(why.to_string()),
         })
     }
 

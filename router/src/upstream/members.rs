@@ -4,6 +4,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use chassis::{Gate, Task, spawn_guarded};
+use tokio::sync::watch;
 use tokio::time::Instant;
 use tracing::info;
 
@@ -93,6 +94,8 @@ pub(super) struct Member {
     pub(super) address: MemberAddress,
     /// Locked for one look-up or change.
     state: Mutex<MemberState>,
+    /// What the last health check found. A failed connect changes only the state, because other legs may be answered.
+    checked: watch::Sender<Health>,
 }
 
 #[derive(Debug)]
@@ -230,7 +233,7 @@ impl Pool {
 impl Member {
     fn new(address: MemberAddress) -> Self {
         let state = MemberState { health: Health::Unknown, in_flight: 0, last_request: None, breaker: None };
-        Self { address, state: Mutex::new(state) }
+        Self { address, state: Mutex::new(state), checked: watch::Sender::new(Health::Unknown) }
     }
 
     fn candidate(&self, failed: &[String], now: Instant) -> Candidate {
@@ -263,6 +266,7 @@ impl Member {
                 Err(_) => Health::Down,
             };
             self.found(role, found);
+            self.checked.send_replace(found);
             tokio::time::sleep(HEALTH_EVERY).await;
         }
     }
@@ -296,6 +300,11 @@ impl LegPlace {
         &self.member.address
     }
 
+    /// Returns the result of each health check of the server.
+    pub(super) fn checks(&self) -> watch::Receiver<Health> {
+        self.member.checked.subscribe()
+    }
+
     /// Notes that the server has done its work.
     pub(super) fn succeeded(&self) {
         self.member.state().breaker = None;
@@ -316,6 +325,8 @@ impl LegPlace {
         match why {
             Unanswered::Unreachable(_) => self.member.found(role, Health::Down),
             Unanswered::Broken(_) => self.failed(now),
+            // The check that failed has noted it.
+            Unanswered::Down => {}
         }
     }
 }
@@ -334,7 +345,14 @@ impl Drop for LegPlace {
 
 #[cfg(test)]
 mod tests {
+    use http::Request;
+    use http_body_util::Full;
+    use prometheus::{IntCounterVec, Opts};
+    use tokio::io::AsyncWriteExt as _;
+    use tokio::net::TcpListener;
+
     use super::*;
+    use crate::upstream::leg::{BegunLeg, FailedLeg, Leg, LegFailure};
 
     fn candidate(in_flight: u32) -> Candidate {
         Candidate { health: Health::Up, admits: true, has_failed: false, in_flight, last_request: None }
@@ -377,6 +395,39 @@ mod tests {
         let pool = Pool::new(LegRole::Prefill, &EngineClient::new(), &Gate::new("test"));
         pool.set(addresses(["a", "b"]));
         pool
+    }
+
+    /// Begins a leg on a server that answers with `sent` and then hangs, until its health check fails.
+    async fn begun_on_a_hung_server(sent: &[u8]) -> Result<BegunLeg, FailedLeg> {
+        let listener = TcpListener::bind("127.0.0.1:0").await.expect("a free port");
+        let base = format!("http://{}", listener.local_addr().expect("bound"));
+        let member = Arc::new(Member::new(addresses([&base]).remove(0)));
+        let request = Request::post(&base).body(Full::default()).expect("a request");
+        let counter = IntCounterVec::new(Opts::new("legs", "Legs."), &["role", "outcome"]);
+        let leg = Leg {
+            role: LegRole::Decode,
+            client: EngineClient::new(),
+            request,
+            place: LegPlace::new(Arc::clone(&member), Instant::now()),
+            counter: counter.expect("valid names"),
+        };
+        let hang = async {
+            let (mut stream, _) = listener.accept().await.expect("it connects");
+            stream.write_all(sent).await.expect("sent");
+            member.checked.send_replace(Health::Down);
+            stream
+        };
+        let both = async { tokio::join!(leg.begin(), hang) };
+        tokio::time::timeout(Duration::from_secs(20), both).await.expect("it waits for no deadline").0
+    }
+
+    #[tokio::test]
+    async fn a_leg_without_a_first_byte_ends_when_its_server_is_down() {
+        for sent in [&b""[..], b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n"] {
+            let failed = begun_on_a_hung_server(sent).await.map(drop).expect_err("no byte comes");
+            assert!(failed.is_retryable(), "another server is tried");
+            assert!(matches!(&failed.why, LegFailure::Unanswered(why) if why.contains("health check")));
+        }
     }
 
     #[tokio::test(start_paused = true)]
