@@ -27,13 +27,22 @@ pub struct Readiness {
 struct Reasons {
     ready: Option<String>,
     rollout: Option<String>,
+    /// The reason why the process gets no work although it could do it.
+    registration: Option<String>,
+}
+
+impl Reasons {
+    fn of_ready(&self) -> Option<&String> {
+        self.ready.as_ref().or(self.registration.as_ref())
+    }
 }
 
 impl Readiness {
     /// Makes a process that is not ready; `reason` says what it waits for.
     pub fn unready(reason: impl Into<String>) -> Self {
         let reason = Some(reason.into());
-        Self { reasons: watch::Sender::new(Reasons { ready: reason.clone(), rollout: reason }) }
+        let (ready, rollout) = (reason.clone(), reason);
+        Self { reasons: watch::Sender::new(Reasons { ready, rollout, registration: None }) }
     }
 
     pub fn set_ready(&self) {
@@ -48,23 +57,33 @@ impl Readiness {
     /// Sets what the process waits for before it accepts work (`ready`) and before a rollout goes on
     /// (`rollout`).
     pub fn set(&self, ready: Option<String>, rollout: Option<String>) {
-        self.reasons.send_replace(Reasons { ready, rollout });
+        self.reasons.send_modify(|reasons| (reasons.ready, reasons.rollout) = (ready, rollout));
+    }
+
+    /// Sets the reason why the process is not ready although it could work: the registry does not list it. `None`: it
+    /// does.
+    pub fn set_registration(&self, reason: Option<String>) {
+        self.reasons.send_modify(|reasons| reasons.registration = reason);
     }
 
     /// Returns whether the process is ready. `Err` carries the reason.
     pub fn check(&self) -> Result<(), String> {
-        self.reasons.borrow().ready.clone().map_or(Ok(()), Err)
+        self.reasons.borrow().of_ready().cloned().map_or(Ok(()), Err)
     }
 
     /// Returns whether a rollout may go on to replace other processes. `Err` carries the reason.
     pub fn check_rollout(&self) -> Result<(), String> {
-        self.reasons.borrow().rollout.clone().map_or(Ok(()), Err)
+        let reasons = self.reasons.borrow();
+        reasons.rollout.as_ref().or(reasons.registration.as_ref()).cloned().map_or(Ok(()), Err)
     }
 
     /// Returns once the process is ready. Cancel-safe.
     pub async fn wait(&self) {
         let mut reasons = self.reasons.subscribe();
-        reasons.wait_for(|reasons| reasons.ready.is_none()).await.expect("the readiness holds the sender");
+        reasons
+            .wait_for(|reasons| reasons.of_ready().is_none())
+            .await
+            .expect("the readiness holds the sender");
     }
 }
 

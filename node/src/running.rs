@@ -5,7 +5,8 @@ use std::time::Duration;
 
 use chassis::admin::Readiness;
 use chassis::{Gate, Shutdown, spawn_guarded};
-use registry::Registry;
+use registry::{AnnouncementState, Registry};
+use tokio::sync::watch;
 use tracing::info;
 use types::node::PROTOCOL;
 use types::{Epoch, ModelInfo, NodeId, NodeInfo, Role};
@@ -75,18 +76,75 @@ impl RunningNode<'_> {
         let info = announcement.info();
         let announced = self.registry.announce(info.clone()).await.map_err(NodeError::Announce)?;
         let watch = spawn_guarded(self.ports.gate(), "watchdog", watch);
+        let registration =
+            follow_registration(self.readiness.clone(), info.id.clone(), announced.standings());
+        let registration = spawn_guarded(self.ports.gate(), "registration", registration);
         info!(node = %info.id, epoch = %info.epoch, role = %info.role, address = info.address, admin = info.admin,
             connectors = ?announcement.connectors, model = info.model.name, "node is up");
         self.shutdown.wait().await;
 
         info!("node is draining");
         self.draining.trigger();
-        drop(watch);
+        drop((watch, registration));
         self.readiness.set_unready("draining");
         announced.withdraw().await;
         stop_work();
         let drained = self.work.close(self.drain).await.map_err(NodeError::Drain);
         self.ports.close().await;
         drained
+    }
+}
+
+/// Makes the node unready while another process has its id. An unreachable registry changes nothing, because routers
+/// keep the members that they know.
+async fn follow_registration(
+    readiness: Readiness,
+    id: NodeId,
+    mut standing: watch::Receiver<AnnouncementState>,
+) {
+    loop {
+        match *standing.borrow_and_update() {
+            AnnouncementState::Member => readiness.set_registration(None),
+            AnnouncementState::Superseded => readiness.set_registration(Some(format!(
+                "another process has announced node {id} later: give each node its own node.id, or stop one of the two"
+            ))),
+            AnnouncementState::Trying | AnnouncementState::Withdrawn => {}
+        }
+        if standing.changed().await.is_err() {
+            return;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn a_node_whose_id_another_process_has_is_unready() {
+        let readiness = Readiness::unready("starting");
+        let (standing, standings) = watch::channel(AnnouncementState::Trying);
+        let gate = Gate::new("test");
+        let following = follow_registration(readiness.clone(), NodeId::new("decode-0"), standings);
+        let _following = spawn_guarded(&gate, "registration", following);
+        readiness.set_ready();
+        for (state, is_ready) in [
+            (AnnouncementState::Trying, true),
+            (AnnouncementState::Member, true),
+            (AnnouncementState::Trying, true),
+            (AnnouncementState::Superseded, false),
+            (AnnouncementState::Trying, false),
+            (AnnouncementState::Member, true),
+            (AnnouncementState::Superseded, false),
+        ] {
+            standing.send_replace(state);
+            tokio::time::sleep(Duration::from_millis(1)).await;
+            // The watchdog sets the other reasons all the time.
+            readiness.set(None, None);
+            assert_eq!(readiness.check().is_ok(), is_ready, "{state:?}");
+            assert_eq!(readiness.check_rollout().is_ok(), is_ready, "{state:?}");
+        }
+        let reason = readiness.check().expect_err("superseded");
+        assert!(reason.contains("decode-0") && reason.contains("node.id"), "{reason}");
     }
 }
