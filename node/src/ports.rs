@@ -9,6 +9,7 @@ use async_trait::async_trait;
 use axum::Router;
 use axum::body::Body;
 use chassis::connections::{ConnectionCounts, ConnectionLimits};
+use chassis::net::host_port;
 use chassis::rpc::Callers;
 use chassis::server::ServerLimits;
 use chassis::{Gate, Listener, Shutdown, StillHeld, Stream, Task, spawn_guarded};
@@ -127,5 +128,27 @@ pub fn advertised(host: Option<&str>, listener: &dyn Listener) -> Result<String,
     let bound: SocketAddr = listener
         .local_addr()
         .map_err(|source| NodeError::Listen { addr: host.unwrap_or_default().to_owned(), source })?;
-    Ok(host.map_or_else(|| bound.to_string(), |host| format!("{host}:{}", bound.port())))
+    Ok(host.map_or_else(|| bound.to_string(), |host| host_port(host, bound.port())))
+}
+
+#[cfg(test)]
+mod tests {
+    use chassis::World;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn an_ipv6_address_is_announced_in_brackets() {
+        let listener = World::real().net().listen("127.0.0.1:0").await.expect("a free port");
+        let port = listener.local_addr().expect("bound").port();
+        for (host, expected) in [
+            (Some("fd00::2"), format!("[fd00::2]:{port}")),
+            (Some("[fd00::2]"), format!("[fd00::2]:{port}")),
+            (Some("10.0.0.5"), format!("10.0.0.5:{port}")),
+            (Some("decode-0.decode"), format!("decode-0.decode:{port}")),
+            (None, format!("127.0.0.1:{port}")),
+        ] {
+            assert_eq!(advertised(host, &*listener).expect("bound"), expected);
+        }
+    }
 }

@@ -8,7 +8,7 @@ mod tests;
 
 use std::fmt::Debug;
 use std::io::{self, IoSlice, IoSliceMut};
-use std::net::SocketAddr;
+use std::net::{Ipv6Addr, SocketAddr};
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 
@@ -29,6 +29,14 @@ pub use tcp::TcpNet;
 pub trait Net: Debug + Send + Sync {
     async fn connect(&self, addr: &str) -> io::Result<Stream>;
     async fn listen(&self, addr: &str) -> io::Result<Box<dyn Listener>>;
+}
+
+/// Returns `host:port`. An IPv6 address gets brackets.
+pub fn host_port(host: &str, port: u16) -> String {
+    match host.parse::<Ipv6Addr>() {
+        Ok(address) => format!("[{address}]:{port}"),
+        Err(_) => format!("{host}:{port}"),
+    }
 }
 
 /// A bound address. Dropping it stops listening; accepted streams stay open.

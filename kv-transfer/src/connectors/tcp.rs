@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use chassis::identity::link;
+use chassis::net::host_port;
 use chassis::{Listener, Stream, World};
 use tracing::info;
 use types::{Scheme, WireAddress};
@@ -34,6 +35,7 @@ use crate::error::TransferError;
 use crate::faults::{FaultKind, flip};
 use crate::landing::{Claim, OpenLanding};
 use crate::pending_copies::PendingCopies;
+use crate::settings::TransferSettings;
 use crate::wire_threads::WireThreads;
 
 pub const SCHEME: &str = "tcp";
@@ -101,7 +103,7 @@ pub(super) async fn bind(parts: &ConnectorParts, staged: Option<Staged>) -> Resu
     let refused = |source| TransferError::Listen { addr: addr.clone(), source: Arc::new(source) };
     let listener = parts.world.net().listen(addr).await.map_err(refused)?;
     let port = listener.local_addr().map_err(refused)?.port();
-    let endpoint = format!("{}:{port}", advertised_host(parts));
+    let endpoint = advertised(&parts.settings, port);
     let address = WireAddress { scheme: Scheme::new(SCHEME), endpoint, within_host: false };
     let port = Port { listener, world: parts.world.clone(), staged };
     Ok(Bound { port, address })
@@ -160,12 +162,13 @@ impl StreamAcceptor for Port {
     }
 }
 
-/// Returns the host that peers connect to. IPv6 addresses keep their brackets.
-pub(super) fn advertised_host(parts: &ConnectorParts) -> String {
-    if !parts.settings.advertise.is_empty() {
-        return parts.settings.advertise.clone();
-    }
-    parts.settings.listen.rsplit_once(':').map_or("127.0.0.1", |(host, _)| host).to_owned()
+/// Returns the address that peers connect to. IPv6 addresses have brackets.
+pub(super) fn advertised(settings: &TransferSettings, port: u16) -> String {
+    let host = match settings.advertise.as_str() {
+        "" => settings.listen.rsplit_once(':').map_or("127.0.0.1", |(host, _)| host),
+        host => host,
+    };
+    host_port(host, port)
 }
 
 /// The receiver's end: KV follows its frame on the stream.
@@ -310,4 +313,23 @@ async fn write_slot(
         writer.write_copy(&frame, &slot.read()?[..bytes]).await?;
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_ipv6_address_is_advertised_in_brackets() {
+        for (advertise, listen, expected) in [
+            ("fd00::2", "0.0.0.0:0", "[fd00::2]:7"),
+            ("10.0.0.5", "0.0.0.0:0", "10.0.0.5:7"),
+            ("", "[::1]:0", "[::1]:7"),
+            ("", "10.0.0.5:0", "10.0.0.5:7"),
+        ] {
+            let (advertise, listen) = (advertise.to_owned(), listen.to_owned());
+            let settings = TransferSettings { advertise, listen, ..TransferSettings::default() };
+            assert_eq!(advertised(&settings, 7), expected);
+        }
+    }
 }

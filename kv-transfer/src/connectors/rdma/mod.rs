@@ -33,7 +33,7 @@ use self::adapter::Adapter;
 use self::send::RdmaSendPath;
 use super::link::check_pages;
 use super::link::connector::{LinkAddress, LinkConnector};
-use super::tcp::advertised_host;
+use super::tcp::advertised;
 use crate::connector::{Auto, KvConnector, WireKind};
 use crate::connector_parts::ConnectorParts;
 use crate::error::TransferError;
@@ -60,7 +60,7 @@ pub async fn listen(mut parts: ConnectorParts) -> Result<Arc<LinkConnector>, Tra
     let port = listener.local_addr().map_err(refused)?.port();
     let address = WireAddress {
         scheme: Scheme::new(SCHEME),
-        endpoint: format!("{}:{port}", advertised_host(&parts)),
+        endpoint: advertised(&parts.settings, port),
         within_host: false,
     };
     info!(endpoint = address.endpoint, device = %adapter.port, "rdma connector listens");
