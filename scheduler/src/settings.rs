@@ -56,6 +56,9 @@ impl SchedulerSettings {
         if self.sequences_max == 0 {
             return refuse("sequences_max is zero: nothing could run".to_owned());
         }
+        if self.waiting_max == 0 {
+            return refuse("waiting_max is zero: every prompt would be refused".to_owned());
+        }
         if self.step_tokens_max < self.sequences_max + block_tokens {
             return refuse(format!(
                 "step_tokens_max {} is less than sequences_max {} and a block of {block_tokens}: prompts could starve",
@@ -82,6 +85,7 @@ mod tests {
         assert!(defaults.check(16).is_ok());
         for (settings, expected) in [
             (SchedulerSettings { sequences_max: 0, ..defaults }, "sequences_max is zero"),
+            (SchedulerSettings { waiting_max: 0, ..defaults }, "waiting_max is zero"),
             (SchedulerSettings { step_tokens_max: 271, ..defaults }, "step_tokens_max 271 is less than"),
             (SchedulerSettings { gap_ms_max: -1.0, ..defaults }, "gap_ms_max -1 is not a duration"),
             (SchedulerSettings { gap_ms_max: f64::NAN, ..defaults }, "gap_ms_max NaN is not a duration"),
