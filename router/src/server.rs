@@ -215,7 +215,7 @@ impl Router {
         let tls = self.certificate.as_ref().map_or(PortTls::Plaintext, Certificate::port_tls);
         let following_certificate = self
             .certificate
-            .map(|certificate| spawn_guarded(&self.gate, "certificate", certificate.follow_files()));
+            .map(|it| spawn_guarded(&self.gate, "certificate", it.follow_files(self.world.clone())));
         let http = chassis::server::serve(self.http.0, tls, pages, closing, limits("http"));
         let grpc = chassis::rpc::serve(
             self.grpc.0,

@@ -58,14 +58,26 @@ pub struct Expiry {
 
 /// Returns the end of a certificate's validity, as the time since 1970. Nothing else in it is checked.
 pub fn not_after(certificate: &CertificateDer<'_>) -> Option<Duration> {
-    let far = UnixTime::since_unix_epoch(Duration::from_secs(u64::MAX / 2));
-    let parsed = EndEntityCert::try_from(certificate).ok()?;
-    // The validity is checked before the issuer, so no authority is needed.
-    let checked = parsed.verify_for_usage(&[], &[], &[], far, KeyUsage::server_auth(), None, None);
-    match checked.err()? {
+    match time_error(certificate, Duration::from_secs(u64::MAX / 2))? {
         webpki::Error::CertExpired { not_after, .. } => Some(Duration::from_secs(not_after.as_secs())),
         _ => None,
     }
+}
+
+/// Refuses a certificate that is not valid at `now`, the time since 1970. Nothing else in it is checked.
+pub fn check_validity(certificate: &CertificateDer<'_>, now: Duration) -> Result<(), &'static str> {
+    match time_error(certificate, now) {
+        Some(webpki::Error::CertExpired { .. }) => Err("the certificate has expired"),
+        Some(webpki::Error::CertNotValidYet { .. }) => Err("the certificate is not valid yet"),
+        _ => Ok(()),
+    }
+}
+
+fn time_error(certificate: &CertificateDer<'_>, now: Duration) -> Option<webpki::Error> {
+    let now = UnixTime::since_unix_epoch(now);
+    let parsed = EndEntityCert::try_from(certificate).ok()?;
+    // The validity is checked before the issuer, so no authority is needed.
+    parsed.verify_for_usage(&[], &[], &[], now, KeyUsage::server_auth(), None, None).err()
 }
 
 /// The node part of a certificate that all processes of its role share.

@@ -4,9 +4,9 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, PoisonError, RwLock};
 
-use chassis::identity::certificate::{Expiry, not_after};
-use chassis::reload;
+use chassis::identity::certificate::{Expiry, check_validity, not_after};
 use chassis::server::PortTls;
+use chassis::{World, reload};
 use rustls::ServerConfig;
 use rustls::crypto::ring::default_provider;
 use rustls::pki_types::pem::PemObject;
@@ -77,11 +77,18 @@ impl Certificate {
     }
 
     /// Applies changes of the files until the future is dropped. Files with an error change nothing: the
-    /// error is logged once.
-    pub async fn follow_files(self: Arc<Self>) {
+    /// error is logged once. A new certificate that is not valid now is such an error.
+    pub async fn follow_files(self: Arc<Self>, world: World) {
         let read = || {
-            let files = self.files.clone();
-            move || files.read()
+            let (files, current, now) = (self.files.clone(), self.current().hash, world.unix_time());
+            move || {
+                let new = files.read()?;
+                let check = || new.key.cert.iter().try_for_each(|one| check_validity(one, now));
+                if new.hash != current {
+                    check().map_err(|why| refused(&files.certificate, &why))?;
+                }
+                Ok(new)
+            }
         };
         let first = self.current().hash;
         reload::follow(first, |pair: &Pair| pair.hash, read, |read| self.take_over(read)).await;

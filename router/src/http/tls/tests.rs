@@ -1,11 +1,13 @@
 use std::io;
 use std::net::SocketAddr;
+use std::ops::Range;
 use std::time::Duration;
 
 use axum::Router;
 use axum::routing::get;
 use chassis::server::{ServerLimits, serve};
 use chassis::{Gate, Shutdown, Task, World, spawn_guarded};
+use rcgen::{CertificateParams, KeyPair, date_time_ymd};
 use rustls::pki_types::ServerName;
 use rustls::{ClientConfig, RootCertStore};
 use tempfile::TempDir;
@@ -28,11 +30,20 @@ struct Served {
 
 /// Writes a new certificate and its key. Returns what a client must trust.
 fn write(folder: &TempDir) -> RootCertStore {
-    let made = rcgen::generate_simple_self_signed(vec!["localhost".to_owned()]).expect("a certificate");
-    std::fs::write(folder.path().join("cert.pem"), made.cert.pem()).expect("written");
-    std::fs::write(folder.path().join("key.pem"), made.signing_key.serialize_pem()).expect("written");
+    write_valid(folder, 2000..2100)
+}
+
+/// The same for a certificate that is valid in these years.
+fn write_valid(folder: &TempDir, years: Range<i32>) -> RootCertStore {
+    let mut params = CertificateParams::new(["localhost".to_owned()]).expect("a name");
+    params.not_before = date_time_ymd(years.start, 1, 1);
+    params.not_after = date_time_ymd(years.end, 1, 1);
+    let key = KeyPair::generate().expect("randomness");
+    let made = params.self_signed(&key).expect("a certificate");
+    std::fs::write(folder.path().join("cert.pem"), made.pem()).expect("written");
+    std::fs::write(folder.path().join("key.pem"), key.serialize_pem()).expect("written");
     let mut roots = RootCertStore::empty();
-    roots.add(made.cert.der().clone()).expect("an authority");
+    roots.add(made.der().clone()).expect("an authority");
     roots
 }
 
@@ -95,8 +106,13 @@ async fn a_client_that_trusts_the_certificate_is_answered_and_others_are_not() {
 #[tokio::test]
 async fn a_changed_certificate_is_used_and_a_wrong_one_is_not() {
     let (served, old) = served().await;
-    let following = served.certificate.clone().follow_files();
+    let following = served.certificate.clone().follow_files(World::real());
     let _following = spawn_guarded(&Gate::new("test"), "follow", following);
+    for years in [2000..2001, 2099..2100] {
+        write_valid(&served.folder, years);
+        tokio::time::sleep(2 * reload::READ_EVERY).await;
+        in_time(served.ask(&old)).await.expect("a certificate that is not valid now replaces none");
+    }
     // The key of another certificate.
     let key = std::fs::read(served.folder.path().join("key.pem")).expect("it is there");
     let new = write(&served.folder);
