@@ -139,51 +139,82 @@ pub(crate) struct UpArgs {
     pub(crate) colocated: bool,
     /// The model: `demo` (bundled), a folder, a GGUF file, `org/name[@revision]` on a hub, `mock`, or `mock:NAME`
     /// with simulated step times.
-    #[arg(long, default_value = "demo")]
+    #[arg(long, default_value = "demo", env = "BATON_MODEL__PATH")]
     pub(crate) model: String,
     /// The device: `auto` (the first GPU, or the CPU if there is none), `cpu`, `cuda`, or `cuda:N`. Several devices,
     /// separated by commas, are given to the nodes in turn, prefill nodes first.
-    #[arg(long, default_value = "auto", value_name = "DEVICE", value_delimiter = ',')]
+    #[arg(
+        long,
+        default_value = "auto",
+        value_name = "DEVICE",
+        value_delimiter = ',',
+        env = "BATON_MODEL__DEVICE"
+    )]
     pub(crate) device: Vec<Device>,
     /// Tensor-parallel ranks of each prefill node: groups of threads that share the heads, or GPUs from the
     /// node's device on.
-    #[arg(long, default_value_t = 1, value_name = "RANKS", value_parser = ranks())]
+    #[arg(long, default_value_t = 1, value_name = "RANKS", value_parser = ranks(), env = "BATON_MODEL__TP")]
     pub(crate) prefill_tp: u16,
     /// Tensor-parallel ranks of each decode node; their number may differ from that of prefill nodes. With
     /// `--colocated`, the ranks of the one node.
-    #[arg(long, default_value_t = 1, value_name = "RANKS", value_parser = ranks())]
+    #[arg(long, default_value_t = 1, value_name = "RANKS", value_parser = ranks(), env = "BATON_MODEL__TP")]
     pub(crate) decode_tp: u16,
     /// Pipeline stages of each prefill node: GPUs, or groups of threads, that share the layers. Each stage uses
     /// `--prefill-tp` GPUs.
-    #[arg(long, default_value_t = 1, value_name = "STAGES", value_parser = stages())]
+    #[arg(
+        long,
+        default_value_t = 1,
+        value_name = "STAGES",
+        value_parser = stages(),
+        env = "BATON_EXPERT__MODEL__STAGES"
+    )]
     pub(crate) prefill_stages: u16,
     /// Pipeline stages of each decode node; their number may differ from that of prefill nodes. With `--colocated`,
     /// the stages of the one node.
-    #[arg(long, default_value_t = 1, value_name = "STAGES", value_parser = stages())]
+    #[arg(
+        long,
+        default_value_t = 1,
+        value_name = "STAGES",
+        value_parser = stages(),
+        env = "BATON_EXPERT__MODEL__STAGES"
+    )]
     pub(crate) decode_stages: u16,
     /// KV memory of each node: `4GiB`, a share of the memory that is free at its start, `30%`, or `auto/N`: an amount
     /// that suits the model on a device that N nodes share. The default is `auto/N` with the actual number of nodes.
     #[arg(long, value_name = "SIZE", env = "BATON_MODEL__KV_MEMORY")]
     pub(crate) kv_memory: Option<ModelKvMemory>,
-    /// The connector for KV; `auto` uses the fastest connector that works on this machine.
-    #[arg(long, default_value = "auto", value_name = "NAME")]
-    pub(crate) connector: String,
+    /// The connector for KV. The default is the setting `transfer.connectors`: `auto` uses the fastest connector that
+    /// works on this machine.
+    #[arg(long, value_name = "NAME")]
+    pub(crate) connector: Option<String>,
     /// The first node that a request uses: `decode-first` reserves room before the prefill, `prefill-first`
     /// chooses the decode node after it. The default is decode-first, or prefill-first with a pool, which
     /// needs it.
-    #[arg(long, value_enum)]
+    #[arg(long, value_enum, env = "BATON_ROUTER__ORDER")]
     pub(crate) order: Option<Order>,
     /// The address that the OpenAI-compatible endpoint listens on.
-    #[arg(long, default_value = "127.0.0.1:8000", value_name = "HOST:PORT", value_parser = listen_addr)]
+    #[arg(
+        long,
+        default_value = "127.0.0.1:8000",
+        value_name = "HOST:PORT",
+        value_parser = listen_addr,
+        env = "BATON_ROUTER__HTTP"
+    )]
     pub(crate) http: String,
     /// The address that the gRPC endpoint listens on.
-    #[arg(long, default_value = "127.0.0.1:50051", value_name = "HOST:PORT", value_parser = listen_addr)]
+    #[arg(
+        long,
+        default_value = "127.0.0.1:50051",
+        value_name = "HOST:PORT",
+        value_parser = listen_addr,
+        env = "BATON_ROUTER__GRPC"
+    )]
     pub(crate) grpc: String,
     /// The registry: `embedded` in the router, or `etcd://host:2379/cluster`.
-    #[arg(long, default_value = "embedded", value_name = "URL")]
+    #[arg(long, default_value = "embedded", value_name = "URL", env = "BATON_REGISTRY__URL")]
     pub(crate) registry: String,
     /// The routing policy: random, round-robin, least-loaded, session-affinity, prefix-aware or cost.
-    #[arg(long, default_value = "least-loaded", value_name = "NAME")]
+    #[arg(long, default_value = "least-loaded", value_name = "NAME", env = "BATON_ROUTER__POLICY")]
     pub(crate) policy: String,
 }
 

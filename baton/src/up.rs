@@ -97,7 +97,8 @@ async fn up(
     served.map_err(CommandError::work)?.map(|()| ExitCode::SUCCESS).map_err(CommandError::drain)
 }
 
-/// Makes the router's settings: those of the environment, overridden by the flags.
+/// Makes the router's settings: those of the environment, overridden by the flags. A flag that is not given has the
+/// value of its variable.
 fn router_config(
     args: &UpArgs,
     env: impl Iterator<Item = (String, String)>,
@@ -130,12 +131,7 @@ fn start_nodes(args: &UpArgs, model: &ModelLocation, router: &Router) -> Result<
         "embedded" => format!("embedded://{}", router.grpc_addr()),
         url => url.to_owned(),
     };
-    let level = std::env::var("BATON_LOG__LEVEL").unwrap_or_else(|_| QUIET.to_owned());
-    let of_all = [
-        ("BATON_REGISTRY__URL", registry),
-        ("BATON_TRANSFER__CONNECTORS", format!("[{:?}]", args.connector)),
-        ("BATON_LOG__LEVEL", level),
-    ];
+    let of_all = settings_of_all(args, registry);
     let computing = roles(args).into_iter().zip(args.device.iter().cycle());
     let computing = computing.map(|((role, idx), device)| {
         let own = computing_node(args, role, model, device);
@@ -147,6 +143,13 @@ fn start_nodes(args: &UpArgs, model: &ModelLocation, router: &Router) -> Result<
         Node::start(Role::Pool, format!("{}-{idx}", Role::Pool), [&of_all[..], own].concat())
     });
     computing.chain(keeping).collect()
+}
+
+/// Makes the settings that all nodes get besides their own. Nodes also inherit the environment of this process.
+fn settings_of_all(args: &UpArgs, registry: String) -> Vec<(&'static str, String)> {
+    let level = std::env::var("BATON_LOG__LEVEL").unwrap_or_else(|_| QUIET.to_owned());
+    let connector = args.connector.as_ref().map(|name| ("BATON_TRANSFER__CONNECTORS", format!("[{name:?}]")));
+    [("BATON_REGISTRY__URL", registry), ("BATON_LOG__LEVEL", level)].into_iter().chain(connector).collect()
 }
 
 /// Makes the settings of a node that computes the model on this device.
@@ -269,7 +272,8 @@ fn table(cluster: &router::Cluster) -> String {
 
 #[cfg(test)]
 mod tests {
-    use clap::Parser as _;
+    use clap::{CommandFactory as _, Parser as _};
+    use node::RawNodeConfig;
 
     use super::*;
     use crate::cli::{Cli, Command};
@@ -279,6 +283,46 @@ mod tests {
         let Some(Command::Up(args)) = Cli::parse_from(["baton", "up"]).command else { panic!("it is `up`") };
         let env = set.map(|level| ("BATON_LOG__LEVEL".to_owned(), level.to_owned()));
         router_config(&args, env.into_iter()).expect("valid settings").log.level
+    }
+
+    #[test]
+    fn a_flag_that_is_not_given_has_the_value_of_its_variable() {
+        let cli = Cli::command();
+        let up = cli.find_subcommand("up").expect("it is a command");
+        let variable = |flag: &clap::Arg| Some(flag.get_env()?.to_str()?.to_owned());
+        let variables: BTreeMap<&str, String> =
+            up.get_arguments().filter_map(|flag| Some((flag.get_long()?, variable(flag)?))).collect();
+        for (flag, expected) in [
+            ("model", "BATON_MODEL__PATH"),
+            ("device", "BATON_MODEL__DEVICE"),
+            ("prefill-tp", "BATON_MODEL__TP"),
+            ("decode-tp", "BATON_MODEL__TP"),
+            ("prefill-stages", "BATON_EXPERT__MODEL__STAGES"),
+            ("decode-stages", "BATON_EXPERT__MODEL__STAGES"),
+            ("kv-memory", "BATON_MODEL__KV_MEMORY"),
+            ("order", "BATON_ROUTER__ORDER"),
+            ("http", "BATON_ROUTER__HTTP"),
+            ("grpc", "BATON_ROUTER__GRPC"),
+            ("registry", "BATON_REGISTRY__URL"),
+            ("policy", "BATON_ROUTER__POLICY"),
+        ] {
+            assert_eq!(variables.get(flag).map(String::as_str), Some(expected), "{flag}");
+            let is_setting = chassis::config::has_setting::<RawRouterConfig>(expected)
+                || chassis::config::has_setting::<RawNodeConfig>(expected);
+            assert!(is_setting, "{expected}");
+        }
+    }
+
+    #[test]
+    fn without_a_connector_the_nodes_setting_applies() {
+        for (flags, expected) in
+            [(&["baton", "up"][..], None), (&["baton", "up", "--connector", "tcp"], Some("[\"tcp\"]"))]
+        {
+            let Some(Command::Up(args)) = Cli::parse_from(flags).command else { panic!("it is `up`") };
+            let settings = settings_of_all(&args, "embedded".to_owned());
+            let connectors = settings.iter().find(|(name, _)| *name == "BATON_TRANSFER__CONNECTORS");
+            assert_eq!(connectors.map(|(_, value)| value.as_str()), expected);
+        }
     }
 
     #[test]
