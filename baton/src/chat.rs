@@ -187,8 +187,8 @@ impl Endpoint {
     }
 
     fn unreachable(&self, error: &hyper_util::client::legacy::Error) -> CommandError {
-        let cause = std::error::Error::source(error).map(ToString::to_string).unwrap_or_default();
-        CommandError::work(format!("no answer from {}: {cause}; is `baton up` running?", self.base))
+        let (base, cause) = (&self.base, http_url::failure(error));
+        CommandError::work(format!("no answer from {base}: {cause}; is `baton up` running?"))
     }
 }
 

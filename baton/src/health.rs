@@ -8,7 +8,6 @@ use hyper::Uri;
 use hyper::body::Bytes;
 use hyper_util::client::legacy::Client;
 use hyper_util::rt::TokioExecutor;
-use types::in_full;
 
 use crate::cli::HealthArgs;
 use crate::exit::CommandError;
@@ -42,7 +41,7 @@ async fn ask(url: Uri) -> Result<ExitCode, CommandError> {
     let response = client
         .get(url.clone())
         .await
-        .map_err(|error| CommandError::work(format!("{url}: {}", in_full(&error))))?;
+        .map_err(|error| CommandError::work(format!("{url}: {}", http_url::failure(&error))))?;
     let status = response.status();
     let body = response.into_body().collect().await.map_err(CommandError::work)?.to_bytes();
     if status.is_success() {

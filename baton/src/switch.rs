@@ -40,7 +40,7 @@ fn run(what: &str, args: &SwitchArgs) -> Result<ExitCode, CommandError> {
         let url: Uri = format!("{node}/{what}").parse().map_err(CommandError::usage)?;
         let answer = ask(Method::POST, url, args)
             .await
-            .map_err(|error| CommandError::work(format!("{node}: {error}")))?;
+            .map_err(|error| CommandError::work(format!("{node}: {}", http_url::failure(&*error))))?;
         let told = told(what, &node, &answer).map_err(CommandError::work)?;
         output::print(&format!("{told}\n"))?;
         Ok(ExitCode::SUCCESS)
@@ -56,7 +56,7 @@ async fn admin_of(args: &SwitchArgs) -> Result<String, CommandError> {
     let url: Uri = format!("{router}/debug/cluster").parse().map_err(CommandError::usage)?;
     let answer = ask(Method::GET, url, args)
         .await
-        .map_err(|error| CommandError::work(format!("{router}: {error}")))?;
+        .map_err(|error| CommandError::work(format!("{router}: {}", http_url::failure(&*error))))?;
     if let Some(refused) = answer.body["error"]["message"].as_str() {
         return Err(CommandError::work(format!("{router}: {refused}")));
     }
