@@ -126,7 +126,7 @@ impl Metrics {
     /// Makes the registry of a whole process, including the metrics of its log, its memory and its version.
     pub fn of_process(process: &'static str) -> Self {
         let metrics = Self::new(process);
-        let opts = metrics.total("log_lines_lost_total", "Log lines lost because the log was not read.");
+        let opts = metrics.total("log_lines_lost_total", "Log lines that standard error did not take.");
         let counter = IntCounter::with_opts(opts.clone()).expect("the name is well-formed");
         metrics.add(LostLines { opts, counter });
         metrics.add(UsageOnPage::new());
