@@ -79,8 +79,8 @@ struct Decoding {
 /// The drop ends the wait, also where a waker is left.
 struct WaitGuard(Arc<StepWait>);
 
-/// Counts the request at its decode node until the node has sent something. Nobody polls a stream whose client does not
-/// read, so the waker ends the count.
+/// Counts the request at its decode node until the node has sent something. The server does not poll the stream of a
+/// client that does not read, so the waker ends the count.
 struct StepWait {
     counted: Mutex<Option<TrackedRequest>>,
     reader: AtomicWaker,
@@ -364,7 +364,7 @@ mod tests {
             wait.begin(&cx, || unreachable!("it is counted already"));
             assert_eq!(stages.to_string(), "1 wait at decode");
             waker.wake_by_ref();
-            assert_eq!(stages.to_string(), "", "the node has sent something, and nobody polls");
+            assert_eq!(stages.to_string(), "", "the node has sent something, and no poll follows");
         }
         wait.begin(&cx, || stages.enter(WaitStage::Decode, &record));
         drop(guard);

@@ -18,7 +18,7 @@ pub struct ModelFolder {
 }
 
 impl ModelFolder {
-    /// Reads the configs of a folder. [`Checkpoint`](super::Checkpoint) opens the weights.
+    /// Reads the configs of a folder. [`Checkpoint`] opens the weights.
     pub fn open(path: &Path) -> Result<Self, LoadError> {
         let file = path.join("config.json");
         let config = std::fs::read(&file).map_err(|source| LoadError::Read { path: file.clone(), source })?;
