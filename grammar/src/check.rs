@@ -10,8 +10,9 @@ use llguidance::{Matcher, ParserFactory, TokenParser};
 use serde_json::{Map, Value};
 use types::{Grammar, GrammarKind};
 
-use crate::error::GrammarError;
-use crate::limits::{DEAD_END, limited, plain};
+use crate::constraint::failed;
+use crate::error::{ConstraintError, GrammarError};
+use crate::limits::{limited, plain};
 use crate::parts::Parts;
 use crate::sources;
 
@@ -54,9 +55,9 @@ pub fn check(grammar: &Grammar, n_tokens: u32) -> Result<(), GrammarError> {
 /// Refuses a grammar that allows no first token, such as a rule that only names itself.
 fn may_begin(parser: TokenParser) -> Result<(), String> {
     let first = Matcher::new(Ok(parser)).compute_mask_or_eos();
-    first.map(drop).map_err(|error| match plain(&error) {
-        reason if reason.contains(DEAD_END) => "nothing matches it".to_owned(),
-        reason => reason,
+    first.map(drop).map_err(|error| match failed(error) {
+        ConstraintError::DeadEnd => "nothing matches it".to_owned(),
+        ConstraintError::Failed(reason) => reason,
     })
 }
 

@@ -92,7 +92,8 @@ impl State {
     }
 }
 
-fn failed(error: impl ToString) -> ConstraintError {
+/// Tells a dead end from other errors of llguidance.
+pub(crate) fn failed(error: impl ToString) -> ConstraintError {
     let reason = plain(&error);
     if reason.contains(DEAD_END) { ConstraintError::DeadEnd } else { ConstraintError::Failed(reason) }
 }

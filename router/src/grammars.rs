@@ -29,11 +29,11 @@ pub struct AskedGrammar {
     /// The field that contained it.
     pub param: &'static str,
     pub grammar: Grammar,
-    /// The grammars in the grammar. A refusal names the field of the one that is wrong.
+    /// The parts that the client wrote: schemas of tools, or its own grammar. A refusal names the field of the wrong part.
     pub schemas: Vec<AskedSchema>,
 }
 
-/// A schema in a grammar, and the field that contained it.
+/// A part of a grammar, and the field that contained it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AskedSchema {
     pub param: String,
@@ -212,7 +212,7 @@ mod tests {
         };
         let user = demo.tokenizer.special_named("<|user|>").expect("the demo model's").0;
         assert_eq!(accepted("start: \"<|user|>\" <|user|>"), Ok(format!("start: \"<|user|>\" <[{user}]>")));
-        let error = accepted("start: \"a\" <|nobody|>").expect_err("it is no token");
-        assert_eq!(error.to_string(), "guided_grammar: the model has no special token `<|nobody|>`");
+        let error = accepted("start: \"a\" <|missing|>").expect_err("the tokenizer has no such token");
+        assert_eq!(error.to_string(), "guided_grammar: the model has no special token `<|missing|>`");
     }
 }

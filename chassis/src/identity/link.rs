@@ -17,7 +17,6 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use super::certificate::ExpectedPeer;
 use super::refusals::{Reason, RefusedKind};
 use super::secret::{ClusterSecret, Mac, Use};
-use super::tls::TlsRefused;
 use crate::net::Stream;
 use crate::world::World;
 
@@ -79,25 +78,23 @@ async fn prove_to(world: &World, stream: Stream, expected: ExpectedPeer) -> io::
 /// Runs the receiver's side of the exchange on an accepted stream, and returns the stream for the KV. Before it
 /// succeeds, nothing else is read.
 pub async fn admit(world: &World, stream: Stream) -> io::Result<Stream> {
-    let stream = match world.identity().tls() {
-        None => Ok(stream),
-        Some(tls) => tls.accept_link(stream).await,
-    };
-    admit_secured(world, stream).await
+    admit_from(world, stream, ExpectedPeer::KvSender).await
 }
 
 /// Runs the head's side of the exchange with a process that joins its node, as [`admit`] does with a sender of KV.
 pub async fn admit_process(world: &World, stream: Stream) -> io::Result<Stream> {
-    let stream = match world.identity().tls() {
-        None => Ok(stream),
-        Some(tls) => tls.accept_process(stream).await,
-    };
-    admit_secured(world, stream).await
+    admit_from(world, stream, ExpectedPeer::NodeProcess).await
 }
 
-async fn admit_secured(world: &World, secured: Result<Stream, TlsRefused>) -> io::Result<Stream> {
+async fn admit_from(world: &World, stream: Stream, dialer: ExpectedPeer) -> io::Result<Stream> {
     let identity = world.identity();
-    let mut stream = secured.map_err(|refused| identity.tls_refused(RefusedKind::Link, refused))?;
+    let mut stream = match identity.tls() {
+        None => stream,
+        Some(tls) => {
+            let secured = tls.accept_link(stream, &dialer).await;
+            secured.map_err(|refused| identity.tls_refused(RefusedKind::Link, refused))?
+        }
+    };
     let Some(secret) = identity.secret() else { return Ok(stream) };
     let ours = world.challenge();
     stream.write_all(&[&MAGIC[..], &ours].concat()).await?;

@@ -110,15 +110,15 @@ impl Tls {
         Ok((Stream::other(SecureStream::new(TlsStream::Server(accepted))), name))
     }
 
-    /// Runs the acceptor's handshake of a KV link. The caller sets the deadline.
-    pub(super) async fn accept_link(&self, stream: Stream) -> Result<Stream, TlsRefused> {
-        let accepted = accept(&self.current().links, stream).await?;
-        Ok(Stream::other(SecureStream::new(TlsStream::Server(accepted))))
-    }
-
-    /// Runs the head's handshake with a process that joins. The caller sets the deadline.
-    pub(super) async fn accept_process(&self, stream: Stream) -> Result<Stream, TlsRefused> {
-        let accepted = accept(&self.current().joins, stream).await?;
+    /// Runs the acceptor's handshake of a link: of KV, or of a process that joins its head. The caller sets the deadline.
+    pub(super) async fn accept_link(
+        &self,
+        stream: Stream,
+        dialer: &ExpectedPeer,
+    ) -> Result<Stream, TlsRefused> {
+        let current = self.current();
+        let config = if *dialer == ExpectedPeer::NodeProcess { &current.joins } else { &current.links };
+        let accepted = accept(config, stream).await?;
         Ok(Stream::other(SecureStream::new(TlsStream::Server(accepted))))
     }
 

@@ -18,10 +18,17 @@ pub(super) fn parse_chat(
     parsed.map_err(|error| {
         let error = error.renamed(names);
         match error.message.rsplit_once(" at line ") {
-            Some((message, _)) => HttpError { message: message.to_owned(), ..error },
-            None => error,
+            Some((message, place)) if is_position(place) => {
+                HttpError { message: message.to_owned(), ..error }
+            }
+            _ => error,
         }
     })
+}
+
+/// Returns whether a text is the end of a position that `serde_json` writes: `3 column 14`.
+fn is_position(text: &str) -> bool {
+    text.split_once(" column ").is_some_and(|both| [both.0, both.1].iter().all(|n| n.parse::<u32>().is_ok()))
 }
 
 /// Moves fields that a chat has too, with their names there.
@@ -73,4 +80,16 @@ pub(super) fn kind(object: &Value) -> &str {
 /// Makes the refusal of an object for its type.
 pub(super) fn only(param: String, known: &str, kind: &str) -> AcceptError {
     AcceptError::unsupported(param, format!("only {known}, not `{kind}`"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_the_positions_of_the_parser_are_cut_off() {
+        for (text, expected) in [("1 column 43", true), ("x column 2", false), ("b`", false)] {
+            assert_eq!(is_position(text), expected, "{text}");
+        }
+    }
 }

@@ -101,20 +101,13 @@ impl Worker {
         if *reason == RowError::LateMask {
             self.metrics.late_masks.inc();
         }
-        let kind = match reason.caller_action() {
-            CallerAction::Bug => {
-                error!(%reason, sequence = row.id.0, "sequence failed in an engine step");
-                RefusalKind::Failed
-            }
-            CallerAction::Reject => {
-                info!(%reason, sequence = row.id.0, "sequence ends: its request is at fault");
-                RefusalKind::Invalid
-            }
-            CallerAction::RetryElsewhere | CallerAction::RetryLater(_) => {
-                warn!(%reason, sequence = row.id.0, "sequence failed in an engine step");
-                RefusalKind::Failed
-            }
-        };
+        let (action, sequence) = (reason.caller_action(), row.id.0);
+        match action {
+            CallerAction::Bug => error!(%reason, sequence, "sequence failed in an engine step"),
+            CallerAction::Reject => info!(%reason, sequence, "sequence ends: its request is at fault"),
+            _ => warn!(%reason, sequence, "sequence failed in an engine step"),
+        }
+        let kind = if action == CallerAction::Reject { RefusalKind::Invalid } else { RefusalKind::Failed };
         self.end(row.id, SequenceEnd::Failed(Refusal::new(kind, reason.to_string())));
     }
 
