@@ -178,16 +178,20 @@ impl Cluster {
     }
 
     /// Counts a prompt against the nodes of its route until the returned value is dropped, or the nodes report
-    /// the prompt themselves. The nodes are expected to have the prompt's blocks soon.
+    /// the prompt themselves. The node that computes the prompt is expected to have its blocks before it computes a later
+    /// prompt. A node that receives them does not wait for them, so they count when it reports them.
     pub fn assign(&self, ask: &Ask<'_>, decision: &Decision) -> Assignment {
         let Decision { route, arm, terms, .. } = decision;
         let missing = PromptWork::of(u64::from(terms.cached_tokens)..ask.n_tokens());
-        let prefill = route.prefill.as_ref().map(|node| (&node.id, missing));
-        let decode = (&route.decode.id, if *arm == Arm::Local { missing } else { PromptWork::default() });
+        let computes = |id| (id, ask.hashes, missing);
+        let receives = |id| (id, &[][..], PromptWork::default());
+        let prefill = route.prefill.as_ref().map(|node| computes(&node.id));
+        let decode = &route.decode.id;
+        let decode = if *arm == Arm::Local { computes(decode) } else { receives(decode) };
         let now = self.shared.world.now();
-        let share = |(id, work)| {
+        let share = |(id, blocks, work)| {
             let turn = self.shared.turns.fetch_add(1, Ordering::Relaxed) + 1;
-            Some(self.node(id)?.assign(ask.hashes, work, turn, now))
+            Some(self.node(id)?.assign(blocks, work, turn, now))
         };
         Assignment { prefill: prefill.and_then(share), decode: share(decode) }
     }

@@ -7,7 +7,7 @@
 
 mod held;
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -70,6 +70,9 @@ pub struct Dispatch {
     stages: StageTracker,
     requests: Requests,
     breakers: Breakers,
+    /// Locked while a route is chosen and its nodes are assigned the prompt, so that prompts that come together are not sent to
+    /// one idle node.
+    choosing: Arc<Mutex<()>>,
 }
 
 #[derive(Debug)]
@@ -130,7 +133,7 @@ impl Dispatch {
     pub fn new(parts: DispatchParts) -> Self {
         let breakers = parts.metrics.breakers();
         let (stages, requests) = (StageTracker::default(), Requests::default());
-        Self { parts: Arc::new(parts), stages, requests, breakers }
+        Self { parts: Arc::new(parts), stages, requests, breakers, choosing: Arc::default() }
     }
 
     pub(crate) fn parts(&self) -> &DispatchParts {
@@ -193,9 +196,8 @@ impl Dispatch {
         let waiting = self.stages.enter(WaitStage::Route, record);
         loop {
             waiting.set_stage(WaitStage::Route);
-            let (decision, trials) = tries.route(&ask).await?;
+            let Chosen { decision, assigned, trials } = tries.route(&ask).await?;
             record.decided(&decision, self.prediction(&decision));
-            let assigned = self.parts.cluster.assign(&ask, &decision);
             permit.into_iter().for_each(Permit::assigned);
             let prompt = &ask.prompt.for_weights_of(&decision.route.decode.model);
             let ask = Ask { prompt, ..ask };
@@ -417,14 +419,21 @@ impl Dispatch {
 
 /// The attempts at one prompt's next step: the failed nodes, and the remaining attempts and time.
 struct Attempts<'a> {
+    dispatch: &'a Dispatch,
     parts: &'a DispatchParts,
-    breakers: &'a Breakers,
     record: &'a RequestRecord,
     failed: Vec<NodeId>,
     attempts_left: u32,
     began: Instant,
     pause: Duration,
     progress: Progress,
+}
+
+/// A chosen route, whose nodes count the prompt.
+struct Chosen {
+    decision: Decision,
+    assigned: Assignment,
+    trials: Vec<Trial>,
 }
 
 /// Whether the client already has tokens of the answer.
@@ -436,11 +445,11 @@ enum Progress {
 
 impl<'a> Attempts<'a> {
     fn new(dispatch: &'a Dispatch, progress: Progress, record: &'a RequestRecord) -> Self {
-        let Dispatch { parts, breakers, .. } = dispatch;
+        let parts = &dispatch.parts;
         let attempts_left = parts.budget.attempts_max;
         Self {
+            dispatch,
             parts,
-            breakers,
             record,
             failed: Vec::new(),
             attempts_left,
@@ -451,29 +460,29 @@ impl<'a> Attempts<'a> {
     }
 
     /// Chooses a route over nodes that have not failed. If there is none, all nodes may be tried again.
-    async fn route(&mut self, ask: &Ask<'_>) -> Result<(Decision, Vec<Trial>), ServeError> {
+    async fn route(&mut self, ask: &Ask<'_>) -> Result<Chosen, ServeError> {
         let draw = self.parts.world.draw();
-        if let Ok(decision) = self.choose(ask, &self.failed, draw) {
-            return Ok(decision);
+        if let Ok(chosen) = self.choose(ask, &self.failed, draw) {
+            return Ok(chosen);
         }
         self.failed.clear();
         self.usable(ask, draw).await
     }
 
-    fn choose(
-        &self,
-        ask: &Ask<'_>,
-        without: &[NodeId],
-        draw: u64,
-    ) -> Result<(Decision, Vec<Trial>), NoRoute> {
+    fn choose(&self, ask: &Ask<'_>, without: &[NodeId], draw: u64) -> Result<Chosen, NoRoute> {
         let DispatchParts { cluster, policy, world, .. } = self.parts;
-        self.breakers.route(cluster.view(ask, without), world.now(), |view| policy.route(ask, view, draw))
+        let Dispatch { breakers, choosing, .. } = self.dispatch;
+        let _choosing = choosing.lock().unwrap_or_else(PoisonError::into_inner);
+        let view = cluster.view(ask, without);
+        let (decision, trials) = breakers.route(view, world.now(), |view| policy.route(ask, view, draw))?;
+        let assigned = cluster.assign(ask, &decision);
+        Ok(Chosen { decision, assigned, trials })
     }
 
     /// Waits for a usable node. Nodes that restart, or whose connections broke while this process was suspended, are
     /// usable again after a moment, and a stream that has begun must not end in the meantime. A new request waits only if
     /// nodes are known.
-    async fn usable(&mut self, ask: &Ask<'_>, draw: u64) -> Result<(Decision, Vec<Trial>), ServeError> {
+    async fn usable(&mut self, ask: &Ask<'_>, draw: u64) -> Result<Chosen, ServeError> {
         let began = self.parts.world.now();
         let cluster = &self.parts.cluster;
         loop {
@@ -488,15 +497,15 @@ impl<'a> Attempts<'a> {
                 return Err(ServeError::NoNodes { reason: format!("{reason} (waited {waited_ms} ms)") });
             }
             self.rest().await;
-            if let Ok(decision) = self.choose(ask, &[], draw) {
-                return Ok(decision);
+            if let Ok(chosen) = self.choose(ask, &[], draw) {
+                return Ok(chosen);
             }
         }
     }
 
     /// Counts a failure of a node, or between the nodes of `route`. Returns an error if no attempt is left.
     async fn failed(&mut self, failure: Failure, route: Option<&Route>) -> Result<(), ServeError> {
-        self.breakers.failed(&failure.node, &failure.refusal, route, self.parts.world.now());
+        self.dispatch.breakers.failed(&failure.node, &failure.refusal, route, self.parts.world.now());
         let kind = failure.refusal.kind;
         self.parts.metrics.retries.with_label_values(&[kind.code()]).inc();
         self.record.note(RequestEvent::Failed { node: failure.node.id.clone(), code: kind.code() });

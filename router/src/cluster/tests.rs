@@ -440,19 +440,19 @@ async fn assigned_work_survives_a_load_report_and_ends_with_the_request() {
     let decision = policy.route(&ask, &cluster.view(&ask, &[]), 0).expect("two nodes");
     assert_eq!(decision.terms.cached_tokens, 0);
     let assignment = cluster.assign(&ask, &decision);
-    assert_eq!(assigned(), [(1, 0, 48), (1, 50, 48)], "the blocks are expected too");
+    assert_eq!(assigned(), [(1, 0, 0), (1, 50, 48)], "blocks are expected where they are computed");
     report();
-    assert_eq!(assigned(), [(1, 0, 48), (1, 50, 48)], "no node was called");
+    assert_eq!(assigned(), [(1, 0, 0), (1, 50, 48)], "no node was called");
     assignment.decode_called(test_cluster.world.now());
     tokio::time::sleep(Duration::from_millis(100)).await;
     report();
-    assert_eq!(assigned(), [(0, 0, 48), (1, 50, 48)], "the decode node reports the prompt itself");
+    assert_eq!(assigned(), [(0, 0, 0), (1, 50, 48)], "the decode node reports the prompt itself");
     drop(assignment);
-    assert_eq!(assigned(), [(0, 0, 48), (0, 0, 48)]);
+    assert_eq!(assigned(), [(0, 0, 0), (0, 0, 48)]);
     let again = policy.route(&ask, &cluster.view(&ask, &[]), 0).expect("two nodes");
     assert_eq!(again.terms.cached_tokens, 48, "the same prompt needs two tokens more");
     let assignment = cluster.assign(&ask, &again);
-    assert_eq!(assigned(), [(1, 0, 48), (1, 2, 48)], "what is cached is no work for the prefill node");
+    assert_eq!(assigned(), [(1, 0, 0), (1, 2, 48)], "what is cached is no work for the prefill node");
     drop(assignment);
 }
 

@@ -8,7 +8,7 @@ use tokio::time::Instant;
 use tracing::{info, warn};
 use types::{BlockHash, Destination, Landing, NodeInfo, Prompt, RefusalKind, TransferId};
 
-use super::{Attempts, Dispatch, Progress, StartedRequest, StepSource};
+use super::{Attempts, Chosen, Dispatch, Progress, StartedRequest, StepSource};
 use crate::error::ServeError;
 use crate::metrics::Stage;
 use crate::policy::{AllowedArms, Ask};
@@ -161,9 +161,8 @@ impl Dispatch {
         };
         loop {
             record.enter_part(Part::Route);
-            let (decision, trials) = tries.route(&ask).await?;
+            let Chosen { decision, assigned, trials } = tries.route(&ask).await?;
             self.parts.metrics.predictions.decided(&decision);
-            let assigned = self.parts.cluster.assign(&ask, &decision);
             assigned.decode_called(self.parts.world.now());
             let to = &decision.route.decode;
             record.note(RequestEvent::Deliver { decode: to.id.clone() });

@@ -15,7 +15,7 @@ use super::*;
 use crate::admission::AdmissionParts;
 use crate::cluster::NodeState;
 use crate::fake_node::{FakeNode, FakeResponse, answer_to};
-use crate::policy::{self, Arm, ComputingNodes};
+use crate::policy::{self, Arm, ClusterView, ComputingNodes};
 use crate::text::RouterModels;
 
 /// A router with fake nodes, on a network in memory with a paused clock.
@@ -29,6 +29,14 @@ struct TestCluster {
 }
 
 async fn test_cluster(order: Order, fake_nodes: &[&FakeNode]) -> TestCluster {
+    test_cluster_with(policy::by_name("round-robin").expect("in the table"), order, fake_nodes).await
+}
+
+async fn test_cluster_with(
+    policy: Box<dyn RoutingPolicy>,
+    order: Order,
+    fake_nodes: &[&FakeNode],
+) -> TestCluster {
     let world = World::seeded(1).with_net(Arc::new(MemoryNet::new()));
     let gate = Gate::new("test");
     let registry = MemoryRegistry::new(Duration::from_secs(10), world.clone(), gate.clone());
@@ -57,7 +65,7 @@ async fn test_cluster(order: Order, fake_nodes: &[&FakeNode]) -> TestCluster {
     let dispatch = Dispatch::new(DispatchParts {
         world: world.clone(),
         cluster,
-        policy: policy::by_name("round-robin").expect("in the table"),
+        policy,
         admission,
         order,
         explain_share: 0.0,
@@ -125,6 +133,44 @@ fn prefill(id: &str, script: &[FakeResponse]) -> FakeNode {
 
 fn decode(id: &str, script: &[FakeResponse]) -> FakeNode {
     FakeNode::new(id, Role::Decode, script)
+}
+
+/// A policy whose decisions take long. It notes how many prompts the nodes that it sees are assigned.
+#[derive(Debug)]
+struct SlowPolicy(Arc<Mutex<Vec<u32>>>);
+
+impl RoutingPolicy for SlowPolicy {
+    fn name(&self) -> &'static str {
+        "slow"
+    }
+
+    fn computing(&self) -> ComputingNodes {
+        ComputingNodes::Prefill
+    }
+
+    fn route(&self, ask: &Ask<'_>, view: &ClusterView, draw: u64) -> Result<Decision, NoRoute> {
+        self.0.lock().expect("no panic").push(view.nodes.iter().map(|node| node.assigned).sum());
+        std::thread::sleep(Duration::from_millis(20));
+        policy::by_name("round-robin").expect("in the table").route(ask, view, draw)
+    }
+}
+
+/// Each decision sees what the ones before it have assigned, also if prompts come together.
+#[tokio::test(flavor = "multi_thread", worker_threads = 3)]
+async fn prompts_that_come_together_do_not_take_each_other_s_node() {
+    let seen = Arc::default();
+    let (p, d) = (prefill("p", &[FakeResponse::Hang]), decode("d", &[FakeResponse::Hang]));
+    let policy = Box::new(SlowPolicy(Arc::clone(&seen)));
+    let cluster = test_cluster_with(policy, Order::DecodeFirst, &[&p, &d]).await;
+    let asked = [(); 3].map(|()| {
+        let (dispatch, prompt) = (cluster.dispatch.clone(), cluster.prompt(3));
+        tokio::spawn(async move { dispatch.generate(prompt, Arrival::now()).await })
+    });
+    while seen.lock().expect("no panic").len() < asked.len() {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    asked.iter().for_each(tokio::task::JoinHandle::abort);
+    assert_eq!(*seen.lock().expect("no panic"), [0, 2, 4]);
 }
 
 /// A node that drains or changes its role has not failed: the request keeps its three attempts.

@@ -27,7 +27,7 @@ const SIMILAR_MS: f64 = 0.5;
 /// The same for routes of one arm, as a share of the cost: what nodes have learned of their speeds differs a little.
 const SIMILAR_SHARE: f64 = 0.03;
 /// The difference for the two arms: then the earlier first token decides, because users wait for it.
-const SIMILAR_ARMS_MS: f64 = 1.5;
+const SIMILAR_ARMS_MS: f64 = 3.0;
 
 /// The share by which a local prompt may lengthen the steps of streams on the decode node.
 const STEP_SHARE: f64 = 0.05;

@@ -242,18 +242,18 @@ impl Model {
         let view = ClusterView { nodes, learned: self.learner.costs() };
         let decision = self.policy.route(&ask, &view, draw).expect("two nodes");
         let missing = PromptWork::of(u64::from(decision.terms.cached_tokens)..ask.n_tokens());
-        let mut share = |node: usize, work| {
-            self.turn += 1;
-            // The index knows the blocks of a node that has the prefix.
-            let expected = if self.nodes[node].prefixes.contains(&shape.prefix) { &[][..] } else { &hashes };
-            self.nodes[node].routed.assign(expected, work, self.turn, now)
-        };
         let is_remote = decision.arm == Arm::Remote;
         let decode = if decision.route.decode.id.as_str() == "a" { PREFILL } else { DECODE };
-        let assigned = Assignment {
-            prefill: is_remote.then(|| share(PREFILL, missing)),
-            decode: Some(share(decode, if is_remote { PromptWork::default() } else { missing })),
+        let mut share = |node: usize| {
+            self.turn += 1;
+            let receives = is_remote && node == decode;
+            // The index knows the blocks of a node that has the prefix.
+            let is_known = receives || self.nodes[node].prefixes.contains(&shape.prefix);
+            let expected = if is_known { &[][..] } else { &hashes };
+            let work = if receives { PromptWork::default() } else { missing };
+            self.nodes[node].routed.assign(expected, work, self.turn, now)
         };
+        let assigned = Assignment { prefill: is_remote.then(|| share(PREFILL)), decode: Some(share(decode)) };
         assigned.decode_called(now);
         let (learner, metrics) = (self.learner.clone(), self.metrics.predictions.clone());
         self.outcome.arms[decision.arm as usize] += 1;
