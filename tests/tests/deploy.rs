@@ -39,6 +39,16 @@ fn the_chart_refuses_values_that_it_does_not_know() {
 }
 
 #[test]
+fn the_chart_refuses_names_of_releases_that_kubernetes_does_not_take() {
+    check("release_names");
+}
+
+#[test]
+fn a_text_like_a_number_stays_a_text() {
+    check("texts_like_numbers");
+}
+
+#[test]
 fn operators_add_to_the_pods_of_every_workload() {
     check("pods");
 }

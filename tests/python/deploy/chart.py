@@ -8,6 +8,7 @@ import jsonschema
 import kubernetes_validate
 import yaml
 
+import helm
 import rendered
 from objects import baton_containers, labels, name, pod, template, workloads
 
@@ -116,13 +117,34 @@ def at(values, place):
     return values
 
 
-def refused(values, reason):
+def refused(values, reason, files=(), release=helm.RELEASE):
     try:
-        rendered.chart([], rendered.NAMED, values)
+        rendered.chart(files, rendered.NAMED, values, release=release)
     except Exception as error:
         assert reason in f"{error}{getattr(error, 'stderr', '')}", error
     else:
         raise AssertionError(f"the chart accepts {values}")
+
+
+def release_names():
+    """Kubernetes takes every name that the chart makes of the longest release's name. Other names are refused."""
+    longest = "b" * 36
+    for thing in rendered.chart([], rendered.NAMED, rendered.EVERYTHING_ON, release=longest):
+        validate(thing)
+        # A StatefulSet's name with its hash is a label, and a CronJob's name with a time is a Job's.
+        more = {"StatefulSet": len("-6d4c5b7f9b"), "CronJob": 11}.get(thing["kind"], 0)
+        limit = 63 if thing["kind"] in ("Service", "StatefulSet", "CronJob") else 253
+        assert len(thing["metadata"]["name"]) + more <= limit, name(thing)
+    for wrong in [longest + "b", "7", "7b", "true", "null", "a.b"]:
+        refused({}, f'the release\'s name "{wrong}" is not possible', release=wrong)
+
+
+def texts_like_numbers():
+    """A text that YAML could read as another type stays a text."""
+    network = '[{"name": "rdma", "interface": "net1"}]'
+    values = {"pods": {"priorityClassName": "1000"}, "rdma": {"enabled": True, "network": network}, "monitoring": {"enabled": True, "namespace": "7"}}
+    for thing in rendered.chart([], rendered.NAMED, values, {"router": {"upstreamNamespaces": ["2024"]}}):
+        validate(thing)
 
 
 def pods():

@@ -1,6 +1,11 @@
-{{- /* The name of all objects: the release's. */ -}}
+{{- /* The name of all objects: the release's. Names of Services begin with a letter, and the name of a StatefulSet
+with its hash, `NAME-prefill-head-10-HASH`, is a label: at most 63 characters. YAML reads `true` as no text. */ -}}
 {{- define "baton.name" -}}
-{{ .Release.Name }}
+{{- $name := .Release.Name }}
+{{- if not (and (regexMatch "^[a-z]([-a-z0-9]{0,34}[a-z0-9])?$" $name) (kindIs "string" (printf "name: %s" $name | fromYaml).name)) }}
+{{- fail (printf "the release's name %q is not possible: it begins with a letter and has at most 36 letters, digits and hyphens" $name) }}
+{{- end }}
+{{- $name }}
 {{- end }}
 
 {{- define "baton.image" -}}
@@ -250,6 +255,6 @@ nodeSelector: {{- . | nindent 2 }}
 tolerations: {{- . | nindent 2 }}
 {{- end }}
 {{- with $own.priorityClassName | default $top.Values.pods.priorityClassName }}
-priorityClassName: {{ . }}
+priorityClassName: {{ quote . }}
 {{- end }}
 {{- end }}
