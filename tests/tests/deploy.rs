@@ -124,6 +124,16 @@ fn every_port_probe_and_selector_names_what_exists() {
 }
 
 #[test]
+fn network_policies_let_processes_reach_each_other() {
+    check("reachable");
+}
+
+#[test]
+fn the_chart_refuses_clusters_that_cannot_serve() {
+    check("refusals");
+}
+
+#[test]
 fn compose_names_what_exists() {
     check("compose");
 }

@@ -139,6 +139,13 @@ def release_names():
         refused({}, f'the release\'s name "{wrong}" is not possible', release=wrong)
 
 
+def refusals():
+    """The chart refuses clusters that cannot serve."""
+    refused({"etcd": {"replicas": 3, "storage": ""}}, "etcd.storage is needed with several members")
+    for of in [{"pools": {"enabled": True}}, {"pool": {"enabled": True}}, {"groups": {"decode": {"enabled": True}}}]:
+        refused(of, "box.enabled is for a cluster without pools", files=["gpu-box.yaml"])
+
+
 def texts_like_numbers():
     """A text that YAML could read as another type stays a text."""
     network = '[{"name": "rdma", "interface": "net1"}]'

@@ -127,6 +127,36 @@ def monitored(objects, monitor):
             assert endpoint["port"] in {port["name"] for port in service["spec"]["ports"]}, f"{name(monitor)}: {endpoint}"
 
 
+def reachable():
+    """NetworkPolicies let routers reach all nodes, KV pass from each sender to each receiver, and a model be fetched."""
+    for result, objects in rendered.all_of_them().items():
+        pods = {labels(one)["app.kubernetes.io/component"]: one for one in workloads(objects)}
+        senders = [of for of in pods if of in ("prefill", "prefill-head", "prefill-rank", "pool")]
+        receivers = [of for of in pods if of in ("decode", "decode-head", "decode-rank", "pool")]
+        nodes = [of for of in senders + receivers if not of.endswith("-rank")]
+        pairs = [("router", of, "grpc") for of in nodes] + [(of, to, "transfer") for of in senders for to in receivers if of != to]
+        pairs += [("router", "box", f"{role}-grpc") for role in ("prefill", "decode") if "box" in pods]
+        assert pairs or "upstream" in result, result
+        for of, to, port in pairs:
+            number = ports_of(pods[to])[port]
+            opened = allowed(objects, pods[of], "egress", "to", pods[to], number) and allowed(objects, pods[to], "ingress", "from", pods[of], number)
+            assert opened, f"{result}: {of} does not reach {to} at {number}"
+    for url, port in [("https://x/m.tar", 443), ("http://x/m.tar", 80), ("http://store.models:9000/m.tar", 9000)]:
+        objects = rendered.chart([], {"model": {"path": "/models/x", "fetch": {"url": url}}})
+        (fetch,) = [thing["spec"] for thing in objects if name(thing) == "NetworkPolicy baton-model-fetch"]
+        assert {"protocol": "TCP", "port": port} in fetch["egress"][0]["ports"], (url, fetch)
+
+
+def allowed(objects, own, direction, other_end, other, port):
+    """Whether the policies of a pod allow a connection with another one."""
+    policies = [thing["spec"] for thing in objects if thing["kind"] == "NetworkPolicy"]
+    ours = [spec for spec in policies if direction.capitalize() in spec["policyTypes"] and selects(spec["podSelector"], labels(own))]
+    rules = [rule for spec in ours for rule in spec.get(direction) or []]
+    right_port = [rule for rule in rules if port in [one["port"] for one in rule.get("ports", [])] or "ports" not in rule]
+    peers = [peer for rule in right_port for peer in rule.get(other_end, [{"podSelector": {}}])]
+    return not ours or any("podSelector" in peer and selects(peer["podSelector"], labels(other)) for peer in peers)
+
+
 def metrics():
     """Every metric named in deploy/ is documented. Another test checks that documented metrics exist."""
     documented = (rendered.DEPLOY.parent / "docs" / "metrics.md").read_text()

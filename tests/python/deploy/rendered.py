@@ -183,6 +183,8 @@ def all_of_them():
     results["chart with an external etcd"] = chart([], NAMED, EVERYTHING_ON, {"etcd": EXTERNAL_ETCD})
     results["chart with a box and an external etcd"] = chart(["gpu-box.yaml"], NAMED, {"etcd": EXTERNAL_ETCD})
     results["chart with a fetched model"] = chart([], FETCHED)
+    results["chart with groups and a pool"] = chart(["cpu-demo.yaml"], {"pools": {"enabled": False}, "pool": {"enabled": True}, "groups": EVERYTHING_ON["groups"]})
+    results["chart with a box at other ports"] = chart(["gpu-box.yaml"], NAMED, {"box": {"decode": {"ports": {"grpc": 7020, "admin": 7021, "transfer": 7022}}}})
     results["chart with upstream pools"] = chart([], NAMED, UPSTREAM)
     results["chart with a long deadline"] = chart([], NAMED, {"router": {"deadlineSeconds": 3600}, "gateway": {"enabled": True}})
     return results

@@ -143,6 +143,12 @@ initContainers:
 {{- end }}
 {{- end }}
 
+{{- /* The port of a URL. */ -}}
+{{- define "baton.port" -}}
+{{- $url := urlParse . -}}
+{{ regexFind "[0-9]+$" $url.host | default (ternary "443" "80" (eq $url.scheme "https")) }}
+{{- end }}
+
 {{- /* A checksum of a pod's configuration: (list . "the TOML text"). */ -}}
 {{- define "baton.checksum" -}}
 {{- $top := index . 0 -}}
