@@ -189,7 +189,7 @@ def pods():
 def certificates():
     """With cert-manager, every process has a certificate of its role, of an issuer that is there or that the operator names."""
     results = {result: objects for result, objects in rendered.all_of_them().items() if "certificates" in result}
-    assert len(results) == len(rendered.OVERLAYS) + 2, list(results)
+    assert len(results) == len(rendered.OVERLAYS) + 3, list(results)
     for result, objects in results.items():
         specs = [thing["spec"] for thing in objects if thing["kind"] == "Certificate"]
         issuers = [thing["metadata"]["name"] for thing in objects if thing["kind"] == "Issuer"]
@@ -197,6 +197,10 @@ def certificates():
         made = {spec["secretName"]: spec.get("uris") for spec in specs}
         processes = baton_containers(objects)
         assert len(processes) >= 3, result
+        (grpc,) = [port for thing in objects if name(thing) == "Service baton-router" for port in thing["spec"]["ports"] if port["name"] == "grpc"]
+        assert grpc["appProtocol"] == "https", (result, grpc)
+        (router,) = [thing["spec"] for thing in objects if name(thing) == "Certificate baton-router-tls"]
+        assert router["dnsNames"] == ["baton-router", "baton-router.baton.svc"], (result, router)
         for workload, container in processes:
             # A further process of a node has the certificate of the node.
             role = container["args"][0].replace("rank", labels(workload)["app.kubernetes.io/component"].removesuffix("-rank"))

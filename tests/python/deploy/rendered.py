@@ -153,6 +153,7 @@ namespace: baton
 resources: [OVERLAY]
 components: [../components/cert-manager]
 """
+WITH_GROUPS_AND_CERTIFICATES = WITH_CERTIFICATES.replace("[../", "[../components/groups, ../")
 
 
 @functools.cache
@@ -174,6 +175,7 @@ def all_of_them():
     results = {f"overlay {name}": kustomize(K8S / "overlays" / name) for name in OVERLAYS}
     results |= {f"chart {name}": overlay_chart(name) for name in OVERLAYS}
     results |= {f"overlay {name} with certificates": with_certificates(name) for name in OVERLAYS}
+    results["overlay with groups and certificates"] = own_overlay("cpu-demo", WITH_GROUPS_AND_CERTIFICATES)
     results["chart with certificates"] = chart([], NAMED, {"pool": {"enabled": True}, "groups": EVERYTHING_ON["groups"]}, TLS)
     results["chart with a box and certificates"] = chart(["gpu-box.yaml"], NAMED, TLS)
     results["chart with a pool"] = chart(["cpu-demo.yaml", "pool.yaml"])
