@@ -59,8 +59,10 @@ impl fmt::Display for ConfigProblem {
 /// The error of starting a part of the process, such as its log.
 #[derive(Debug, thiserror::Error)]
 pub enum StartError {
-    #[error("`{filter}` is not a log level")]
-    LogLevel { filter: String, source: tracing_subscriber::filter::ParseError },
+    #[error(
+        "`{0}` is not a log level: use error, warn, info, debug, trace or off, or a list such as `info,baton_kv_transfer=debug`"
+    )]
+    LogLevel(String),
     /// Telemetry is already installed; a process can install it only once.
     #[error("install telemetry")]
     Telemetry(#[source] tracing_subscriber::util::TryInitError),

@@ -43,7 +43,7 @@ pub const LEVEL_VARIABLE: &str = "BATON_LOG";
 pub struct LogSection {
     /// `text` for people, `json` for machines: one object per line, with `trace_id` and `span_id`.
     pub format: LogFormat,
-    /// `info`, or a list such as `info,kv_transfer=debug`. The variable `BATON_LOG` overrides it.
+    /// `info`, or a list such as `info,baton_kv_transfer=debug`. The variable `BATON_LOG` overrides it.
     pub level: String,
     /// `http://host:4318`: the collector that every span is sent to, by OTLP over HTTP. Empty: the address in
     /// `OTEL_EXPORTER_OTLP_ENDPOINT`, or none.
@@ -190,11 +190,17 @@ where
     }
 }
 
+/// Parses the log level. A word alone must be a level: `EnvFilter` reads a misspelled one as a target, and then writes
+/// no line of any other.
 fn level_filter(filter: &str) -> Result<EnvFilter, StartError> {
-    EnvFilter::builder()
-        .with_default_directive(LevelFilter::INFO.into())
-        .parse(filter)
-        .map_err(|source| StartError::LogLevel { filter: filter.to_owned(), source })
+    let refused = || StartError::LogLevel(filter.to_owned());
+    let mut words =
+        filter.split(',').map(str::trim).filter(|part| !part.is_empty() && !part.contains(['=', '[']));
+    if !words.all(|word| word.parse::<LevelFilter>().is_ok()) {
+        return Err(refused());
+    }
+    let builder = EnvFilter::builder().with_default_directive(LevelFilter::INFO.into());
+    builder.parse(filter).map_err(|_| refused())
 }
 
 fn is_lasting_span(metadata: &Metadata<'_>) -> bool {

@@ -86,8 +86,13 @@ fn levels_are_per_crate() {
     });
     let [line]: [Value; 1] = written.lines().try_into().unwrap();
     assert_eq!(line["message"], "mine");
-    let error = Capture::new("router", &json("nonsense=loud", false)).unwrap_err();
-    assert_eq!(error.to_string(), "`nonsense=loud` is not a log level");
+    for wrong in ["nonsense=loud", "inof", "info,router"] {
+        let error = Capture::new("router", &json(wrong, false)).unwrap_err();
+        assert!(error.to_string().starts_with(&format!("`{wrong}` is not a log level: use ")), "{error}");
+    }
+    for right in ["", "INFO", "off", "3", "warn,walk=trace", "[request{request_id}]=debug,info"] {
+        Capture::new("router", &json(right, false)).expect(right);
+    }
 }
 
 #[test]
