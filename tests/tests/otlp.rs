@@ -71,7 +71,8 @@ async fn one_trace_goes_through_all_processes_to_a_collector() {
     let endpoint = format!("http://{}", collector.start().await);
     let env = [("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint.as_str()), ("OTEL_BSP_SCHEDULE_DELAY", "200")];
     let up = Up::start_with(&["--prefill", "1", "--decode", "1"], &env).await;
-    let ask = Ask::new((0..100).collect(), 8).header("x-request-id", "follow-me");
+    let ask =
+        Ask::new((0..100).collect(), 8).header("x-request-id", "follow-me").header("x-baton-explain", "1");
     up.client().ask(&ask).await.expect("an answer");
 
     // The spans are those of the router, the decode node, its wait for the KV, the prefill node, its
@@ -95,6 +96,7 @@ async fn one_trace_goes_through_all_processes_to_a_collector() {
     let roots: Vec<&Span> =
         tree.values().map(|(_, span)| span).filter(|span| span.parent_span_id.is_empty()).collect();
     assert_eq!(roots.iter().map(|span| span.name.as_str()).collect::<Vec<_>>(), ["/v1/completions"]);
+    assert!(roots[0].events.iter().any(|event| event.name == "request explained"), "{:?}", roots[0].events);
     for (_, span) in tree.values().filter(|(_, span)| !span.parent_span_id.is_empty()) {
         assert!(tree.contains_key(&span.parent_span_id), "{} has an unknown parent", span.name);
         assert!(span.end_time_unix_nano >= span.start_time_unix_nano, "{}", span.name);

@@ -145,7 +145,7 @@ where
         .with_threads(false)
         .with_target(false)
         .with_tracked_inactivity(false)
-        .with_filter(filter_fn(is_lasting_span));
+        .with_filter(LevelFilter::INFO);
     let filter = level_filter(&settings.level)?.or(filter_fn(is_lasting_span));
     let lines = lines(process, settings.format, writer).with_filter(filter);
     let dispatch = Dispatch::new(tracing_subscriber::registry().with(lines).with(traces));
