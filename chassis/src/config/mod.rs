@@ -97,7 +97,7 @@ impl Loader {
     fn wrong_value(&self, error: &serde_path_to_error::Error<toml::de::Error>) -> ConfigError {
         let path = error.path().to_string();
         let reason = error.inner().message().to_owned();
-        self.problem(&path, ConfigProblem::Value(reason))
+        self.problem(&path, &path, ConfigProblem::Value(reason))
     }
 
     /// Makes the error for an unknown name: `path` may be an unknown section, `setting` the first setting in
@@ -105,13 +105,14 @@ impl Loader {
     fn unknown(&self, path: &str, setting: &str) -> ConfigError {
         let known = paths(&self.known);
         if let Some(moved) = new_name(setting, &known) {
-            return self.problem(setting, ConfigProblem::Moved { to: moved });
+            return self.problem(setting, setting, ConfigProblem::Moved { to: moved });
         }
-        self.problem(path, ConfigProblem::Unknown { nearest: nearest(path, &known) })
+        self.problem(setting, path, ConfigProblem::Unknown { nearest: nearest(path, &known) })
     }
 
-    fn problem(&self, path: &str, problem: ConfigProblem) -> ConfigError {
-        let overridden = self.overrides.iter().rev().find(|wanted| wanted.covers(path));
+    /// Makes the error about `path`, with the file or variable that has the value at `setting`.
+    fn problem(&self, setting: &str, path: &str, problem: ConfigProblem) -> ConfigError {
+        let overridden = self.overrides.iter().rev().find(|wanted| wanted.covers(setting));
         let origin =
             overridden.map_or_else(|| self.origin.clone(), |wanted| Origin::Env(wanted.variable.clone()));
         ConfigError::Setting { origin, key: path.to_owned(), problem }

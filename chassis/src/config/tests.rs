@@ -163,6 +163,13 @@ fn unknown_variables_are_refused() {
     let expected =
         "environment variable BATON_HTTP__PROT: `http.prot`: no such setting, did you mean `http.port`?";
     check_refused("", &[("BATON_HTTP__PROT", "1")], expected);
+    let expected = "environment variable BATON_HTP__PORT: `htp`: no such setting, did you mean `http`?";
+    check_refused("[http]\nport = 1", &[("BATON_HTP__PORT", "1")], expected);
+    check_refused(
+        "[htp]\nport = 1",
+        &[("BATON_HTTP__PORT", "1")],
+        "router.toml: `htp`: no such setting, did you mean `http`?",
+    );
 }
 
 /// The variables that kubelet sets for a Service with one named port.
