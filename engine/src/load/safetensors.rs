@@ -141,6 +141,9 @@ fn header_end(bytes: &[u8]) -> Result<usize, String> {
         bytes.split_first_chunk().ok_or_else(|| format!("{} bytes are no file", bytes.len()))?;
     let length = usize::try_from(u64::from_le_bytes(*length)).unwrap_or(usize::MAX);
     if length > HEADER_BYTES_MAX || length > rest.len() {
+        if bytes.starts_with(b"version https://git-lfs") {
+            return Err("it is a pointer of Git LFS: `git lfs pull` downloads the file".to_owned());
+        }
         return Err(format!("a header of {length} bytes in a file of {}", bytes.len()));
     }
     Ok(LENGTH_BYTES + length)

@@ -231,6 +231,11 @@ fn what_is_no_header_is_refused() {
         problem(|folder| std::fs::write(file(folder), [0xFF; 20]).expect("a file")),
         "read header of F/model.safetensors: a header of 18446744073709551615 bytes in a file of 20"
     );
+    let pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 9515400\n";
+    assert_eq!(
+        problem(|folder| std::fs::write(file(folder), pointer).expect("a file")),
+        "read header of F/model.safetensors: it is a pointer of Git LFS: `git lfs pull` downloads the file"
+    );
     let nonsense = problem(|folder| write_raw(&file(folder), b"{]", &[]));
     assert!(nonsense.starts_with("read header of F/model.safetensors: "), "{nonsense}");
 }

@@ -89,7 +89,7 @@ struct RawGeneration {
 
 /// The value of a key that has one token id or several.
 #[derive(Clone, Debug, Deserialize)]
-#[serde(untagged)]
+#[serde(untagged, expecting = "eos_token_id is a token id, or a list of token ids")]
 enum TokenIds {
     One(u32),
     Several(Vec<u32>),
@@ -152,8 +152,10 @@ impl ModelConfig {
         for rope in raw.rope_parameters.iter().chain(&raw.rope_scaling) {
             unread_keys.extend(rope.ignored_keys().map(|key| format!("rope_scaling.{key}")));
         }
-        let generation: RawGeneration =
-            generation.map(serde_json::from_slice).transpose()?.unwrap_or_default();
+        let generation = generation.map(serde_json::from_slice::<RawGeneration>).transpose();
+        let generation = generation
+            .map_err(|error| ConfigProblem::Meaning(format!("generation_config.json beside it: {error}")))?;
+        let generation = generation.unwrap_or_default();
         let latent = latent.map(|raw| LatentShape::resolve(&raw)).transpose();
         let latent = latent.map_err(ConfigProblem::Meaning)?;
         let config = Self::resolve(architecture, raw, generation, latent).map_err(ConfigProblem::Meaning)?;
