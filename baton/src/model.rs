@@ -1,5 +1,7 @@
 //! The values of `--model` and `model.path`: a mock, the bundled demonstration model, a folder, a GGUF file, or a model on a hub.
 
+use std::fs::File;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use chassis::Shutdown;
@@ -41,7 +43,7 @@ async fn found(path: &str, name: &str) -> Result<ModelLocation, CommandError> {
         Place::Here => match from_gguf(Path::new(path))? {
             Some(folder) => (text(&folder)?, gguf_name(Path::new(path))),
             None => {
-                check_folder(Path::new(path))?;
+                check_folder(path)?;
                 (path.to_owned(), String::new())
             }
         },
@@ -75,21 +77,29 @@ fn gguf_name(path: &Path) -> String {
     name.unwrap_or(whole.as_os_str()).to_string_lossy().into_owned()
 }
 
-fn check_folder(path: &Path) -> Result<(), CommandError> {
-    not_a_model(path).map_or(Ok(()), |why| Err(CommandError::start(why)))
+fn check_folder(path: &str) -> Result<(), CommandError> {
+    let refused = |why| Err(CommandError::start(why));
+    if names_a_backend(path) { Ok(()) } else { not_a_model(Path::new(path)).map_or(Ok(()), refused) }
 }
 
-/// Returns the reason why something that exists at the path is not a model's folder. GGUF files are looked for before.
+/// Returns the reason why no model's folder is at the path. GGUF files are looked for before.
 pub fn not_a_model(path: &Path) -> Option<String> {
     let shown = path.display();
-    if path.is_file() {
-        let why = "a model is a folder with config.json and safetensors, or a GGUF file";
-        return Some(format!("{shown} is a file: {why}"));
+    match path.metadata() {
+        Err(error) => return Some(format!("no model at {shown}: {error}")),
+        Ok(found) if !found.is_dir() => {
+            let why = "a model is a folder with config.json and safetensors, or a GGUF file";
+            return Some(format!("{shown} is a file: {why}"));
+        }
+        Ok(_) => {}
     }
-    if !path.is_dir() || path.join("config.json").is_file() {
-        return None;
+    match File::open(path.join("config.json")) {
+        Ok(_) => None,
+        Err(error) if error.kind() == ErrorKind::NotFound => {
+            Some(format!("{shown} has no config.json and no GGUF file: it is not a model's folder"))
+        }
+        Err(error) => Some(format!("{shown}/config.json: {error}")),
     }
-    Some(format!("{shown} has no config.json and no GGUF file: it is not a model's folder"))
 }
 
 /// The error of a model that could not be downloaded. It also tells a user who meant a folder that there is
@@ -123,8 +133,7 @@ impl Place {
     /// Decides where the model at `path` is found. A folder has precedence over a hub, and `demo` over a
     /// folder: a folder with that name is `./demo`.
     pub(crate) fn of(path: &str) -> Result<Self, CommandError> {
-        let is_mock = path == "mock" || path.starts_with("mock:");
-        if path.is_empty() || is_mock || looks_like_a_path(path) || Path::new(path).is_dir() && path != DEMO {
+        if names_a_backend(path) || looks_like_a_path(path) || Path::new(path).is_dir() && path != DEMO {
             return Ok(Self::Here);
         }
         if path == DEMO {
@@ -141,11 +150,14 @@ impl Place {
     }
 }
 
-/// Returns whether the text is a path and not the name of a model on a hub. `cpu:FOLDER` is a path too.
+/// Returns whether the text names no file, but nothing, the mock, or a backend with its model: `mock:NAME`, `cpu:FOLDER`.
+fn names_a_backend(path: &str) -> bool {
+    path.is_empty() || path == "mock" || path.contains(':')
+}
+
+/// Returns whether the text is a path and not the name of a model on a hub.
 fn looks_like_a_path(path: &str) -> bool {
-    ["/", "./", "../", "~"].iter().any(|start| path.starts_with(start))
-        || path.contains(':')
-        || [".", ".."].contains(&path)
+    ["/", "./", "../", "~"].iter().any(|start| path.starts_with(start)) || [".", ".."].contains(&path)
 }
 
 fn text(folder: &Path) -> Result<String, CommandError> {

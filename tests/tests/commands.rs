@@ -56,7 +56,11 @@ fn page() -> (SocketAddr, std::sync::mpsc::Receiver<String>) {
 fn a_reader_that_has_left_is_no_error() {
     let folder = tempfile::tempdir().expect("a folder");
     let file = folder.path().join("router.toml");
-    std::fs::write(&file, "[router]\nhttp = \"127.0.0.1:0\"\ngrpc = \"127.0.0.1:0\"\n").expect("written");
+    std::fs::write(
+        &file,
+        "[router]\nhttp = \"127.0.0.1:0\"\nadmin = \"127.0.0.1:0\"\ngrpc = \"127.0.0.1:0\"\n",
+    )
+    .expect("written");
     let file = file.to_str().expect("UTF-8");
     for args in [&["doctor", "--config", file, "--json"][..], &["doctor", "--config", file], &["--help"]] {
         let (reader, writer) = std::io::pipe().expect("a pipe");
@@ -215,8 +219,9 @@ fn put(folder: &TempDir, name: &str, text: &str) {
 
 #[test]
 fn what_is_no_model_is_refused_with_a_sentence_of_its_own() {
-    let (gguf, bare, other) = (tempfile::tempdir(), tempfile::tempdir(), tempfile::tempdir());
-    let (gguf, bare, other) = (gguf.expect("a folder"), bare.expect("a folder"), other.expect("a folder"));
+    let [gguf, bare, other, looped] = [(); 4].map(|()| tempfile::tempdir().expect("a folder"));
+    // A config.json that is there and cannot be read, also by root.
+    std::os::unix::fs::symlink("config.json", looped.path().join("config.json")).expect("linked");
     put(&gguf, "model-q4.gguf", "GGUF");
     put(&bare, "README.md", "read me");
     put(&other, "config.json", "{\"architectures\": [\"GptForCausalLM\"]}");
@@ -226,6 +231,8 @@ fn what_is_no_model_is_refused_with_a_sentence_of_its_own() {
         (path(&gguf, "model-q4.gguf"), true, "model-q4.gguf: the file ends at byte 4, within this"),
         (path(&bare, ""), true, "has no config.json and no GGUF file: it is not a model's folder"),
         (path(&bare, "README.md"), true, "is a file: a model is a folder"),
+        (path(&bare, "absent"), true, "absent: No such file or directory"),
+        (path(&looped, ""), true, "config.json: Too many levels of symbolic links"),
         (
             path(&other, ""),
             false,

@@ -34,11 +34,17 @@ fn group<'a>(report: &'a Value, name: &str) -> Vec<&'a Value> {
     findings.iter().filter(|finding| finding["group"] == name).collect()
 }
 
+/// Returns the groups of the findings that prevent serving.
+fn bad(report: &Value) -> Vec<&str> {
+    let findings = report["findings"].as_array().expect("findings").iter();
+    let bad = findings.filter(|finding| finding["level"] == "bad");
+    bad.map(|finding| finding["group"].as_str().expect("a group")).collect()
+}
+
 #[test]
 fn a_healthy_router_is_told_so() {
     let folder = tempfile::tempdir().expect("a folder");
-    let file = file(&folder, "router.toml", "[router]\nhttp = \"127.0.0.1:0\"\ngrpc = \"127.0.0.1:0\"\n");
-    let (code, report) = doctor(&file);
+    let (code, report) = doctor(&file(&folder, "router.toml", &router("127.0.0.1:0", "demo")));
     assert_eq!((code, &report["ok"]), (Some(0), &Value::Bool(true)), "{report}");
     for finding in report["findings"].as_array().expect("findings") {
         assert!(finding["advice"].as_str().is_some_and(|advice| !advice.is_empty()), "{finding}");
@@ -46,6 +52,22 @@ fn a_healthy_router_is_told_so() {
     for name in ["ports", "registry", "host", "clock", "gpu", "rdma"] {
         assert!(!group(&report, name).is_empty(), "{name} in {report}");
     }
+}
+
+/// A router's file with free ports besides the admin port.
+fn router(admin: &str, model: &str) -> String {
+    let ports = format!("http = \"127.0.0.1:0\"\ngrpc = \"127.0.0.1:0\"\nadmin = \"{admin}\"\n");
+    format!("[router]\n{ports}[model]\npath = \"{model}\"\n")
+}
+
+#[test]
+fn what_stands_in_a_routers_way_is_named() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let taken = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let admin = taken.local_addr().expect("bound").to_string();
+    let (code, report) = doctor(&file(&folder, "router.toml", &router(&admin, "/no/such/model")));
+    assert_eq!(code, Some(1), "{report}");
+    assert_eq!(bad(&report), ["ports", "model"], "{report}");
 }
 
 #[test]
@@ -59,14 +81,7 @@ fn what_stands_in_the_way_is_named() {
     );
     let (code, report) = doctor(&file(&folder, "node.toml", &text));
     assert_eq!((code, &report["ok"]), (Some(1), &Value::Bool(false)), "{report}");
-    let bad: Vec<&str> = report["findings"]
-        .as_array()
-        .expect("findings")
-        .iter()
-        .filter(|finding| finding["level"] == "bad")
-        .map(|finding| finding["group"].as_str().expect("a group"))
-        .collect();
-    assert_eq!(bad, ["identity", "ports", "address", "registry", "model", "model"], "{report}");
+    assert_eq!(bad(&report), ["identity", "ports", "address", "registry", "model", "model"], "{report}");
 }
 
 /// A head that a follower's host reaches, one that does not run, and one behind a closed port.

@@ -1,5 +1,7 @@
 //! Checks whether the model exists at its configured path, and whether its KV fits into memory.
 
+use std::fs::File;
+use std::io::ErrorKind;
 use std::path::Path;
 
 use engine::load::gguf;
@@ -9,17 +11,20 @@ use node::kv_memory::available_bytes;
 use crate::config_file::ConfigFile;
 use crate::model::{Place, not_a_model};
 
-use super::finding::Finding;
+use super::finding::{Finding, Level};
 
 const GROUP: &str = "model";
-/// The files that a model's folder must have, besides its weights.
-const FILES: &[&str] = &["config.json", "tokenizer.json"];
+const TOKENIZER: &str = "tokenizer.json";
 
 pub(super) fn look(process: &ConfigFile) -> Vec<Finding> {
     match process {
-        ConfigFile::Router(_) => Vec::new(),
+        // A router reads the tokenizer and the chat template.
+        ConfigFile::Router(config) => {
+            let path = config.model.iter().filter_map(|model| model.path.to_str());
+            path.map(|path| model(path, described)).collect()
+        }
         ConfigFile::Node(config) => {
-            vec![model(&config.engine.model), kv_room(config.engine.kv)]
+            vec![model(&config.engine.model, with_weights), kv_room(config.engine.kv)]
         }
         // A pool node reads no model, so only its memory is checked. Other nodes announce the model whose KV
         // it keeps.
@@ -29,15 +34,16 @@ pub(super) fn look(process: &ConfigFile) -> Vec<Finding> {
     }
 }
 
-fn model(name: &str) -> Finding {
+/// Checks the model that `model.path` names; `folder` checks a model's folder.
+fn model(name: &str, folder: fn(&Path) -> Finding) -> Finding {
     match name.split_once(':') {
         Some(("mock", file)) if file.ends_with(".toml") => mock_file(file),
         _ if name == "mock" || name.starts_with("mock:") => Finding::ok(GROUP, format!("{name}: built in")),
-        _ => placed(name),
+        _ => placed(name, folder),
     }
 }
 
-fn placed(name: &str) -> Finding {
+fn placed(name: &str, folder: fn(&Path) -> Finding) -> Finding {
     match Place::of(name) {
         Ok(Place::Bundled) => Finding::ok(GROUP, format!("{name}: bundled in this executable")),
         Ok(Place::Hub(id)) => {
@@ -56,8 +62,19 @@ fn mock_file(file: &str) -> Finding {
     }
 }
 
-/// Checks a model's folder in the format of Hugging Face.
-fn folder(folder: &Path) -> Finding {
+/// Checks what a node reads of a model's folder.
+fn with_weights(folder: &Path) -> Finding {
+    let found = described(folder);
+    let is_gguf = matches!(gguf::find(folder), Ok(Some(_)));
+    if found.level == Level::Bad || is_gguf || has_weights(folder) {
+        return found;
+    }
+    let found = format!("{}: no .safetensors file that can be read", folder.display());
+    Finding::bad(GROUP, found, "download the weights as safetensors, and let the process read them")
+}
+
+/// Checks what routers and nodes read of a model's folder, in the format of Hugging Face, or of a GGUF file.
+fn described(folder: &Path) -> Finding {
     let shown = folder.display();
     match gguf::find(folder).map(|file| file.map(|file| (gguf::files(&file), file))) {
         Ok(None) => {}
@@ -73,33 +90,30 @@ fn folder(folder: &Path) -> Finding {
         }
     }
     if let Some(found) = not_a_model(folder) {
-        return Finding::bad(GROUP, found, "set model.path to a folder with config.json and safetensors");
+        let advice = "set model.path to a folder with config.json and safetensors, or mount its volume";
+        return Finding::bad(GROUP, found, advice);
     }
-    if !folder.is_dir() {
-        let found = format!("{shown}: no such folder");
-        return Finding::bad(GROUP, found, "set model.path to the model's folder, or mount its volume");
-    }
-    let missing: Vec<&str> = FILES.iter().copied().filter(|file| !folder.join(file).is_file()).collect();
-    if !missing.is_empty() {
-        let found = format!("{shown}: {} missing", missing.join(", "));
-        return Finding::bad(
+    match File::open(folder.join(TOKENIZER)) {
+        Ok(_) => Finding::ok(GROUP, format!("{shown}: configuration and tokenizer found")),
+        Err(error) if error.kind() == ErrorKind::NotFound => Finding::warn(
             GROUP,
-            found,
+            format!("{shown}: {TOKENIZER} missing: requests must bring token ids"),
             "download the whole model again; a download may have been interrupted",
-        );
+        ),
+        Err(error) => Finding::bad(
+            GROUP,
+            format!("{shown}/{TOKENIZER}: {error}"),
+            "give the process the right to read the model's files",
+        ),
     }
-    if !has_weights(folder) {
-        let found = format!("{shown}: no .safetensors file");
-        return Finding::bad(GROUP, found, "download the weights as safetensors");
-    }
-    Finding::ok(GROUP, format!("{shown}: configuration, tokenizer and weights found"))
 }
 
 fn has_weights(folder: &Path) -> bool {
     let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
     entries
         .map(|entry| entry.path())
-        .any(|path| path.extension().is_some_and(|ending| ending == "safetensors"))
+        .filter(|path| path.extension().is_some_and(|ending| ending == "safetensors"))
+        .any(|path| File::open(path).is_ok())
 }
 
 fn kv_room(room: KvRoom) -> Finding {
@@ -137,15 +151,15 @@ fn kv_memory(setting: &str, wanted: u64) -> Finding {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::doctor::finding::Level;
 
     #[test]
     fn a_folder_must_hold_a_whole_model() {
+        let model = |name: &str| model(name, with_weights);
         for elsewhere in ["mock:slow", "demo", "org/name"] {
             assert_eq!(model(elsewhere).level, Level::Ok, "{elsewhere}");
         }
-        assert!(model("no-such-model").found.contains("no such folder"));
-        assert!(model("/nowhere/at/all").found.contains("no such folder"));
+        assert!(model("no-such-model").found.contains("No such file"));
+        assert!(model("/nowhere/at/all").found.contains("No such file"));
         let here = tempfile::tempdir().expect("a folder");
         let name = here.path().display().to_string();
         let put = |file: &str| std::fs::write(here.path().join(file), "{}").expect("written");
@@ -159,10 +173,15 @@ mod tests {
         }
         std::fs::remove_file(here.path().join("weights.gguf")).expect("removed");
         put("config.json");
-        assert!(model(&name).found.contains("tokenizer.json missing"));
-        put("tokenizer.json");
-        assert!(model(&name).found.contains("safetensors"));
+        assert!(model(&name).found.contains("no .safetensors file"));
         put("model.safetensors");
+        // Requests may bring token ids.
+        let without_tokenizer = model(&name);
+        assert_eq!(without_tokenizer.level, Level::Warn);
+        assert!(without_tokenizer.found.contains("tokenizer.json missing"));
+        put("tokenizer.json");
         assert_eq!(model(&name).level, Level::Ok);
+        std::fs::remove_file(here.path().join("model.safetensors")).expect("removed");
+        assert_eq!(super::model(&name, described).level, Level::Ok, "a router reads no weights");
     }
 }

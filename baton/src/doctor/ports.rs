@@ -12,7 +12,11 @@ const GROUP: &str = "ports";
 
 pub(super) fn look(process: &ConfigFile) -> Vec<Finding> {
     let mut listens: Vec<(&str, &str)> = match process {
-        ConfigFile::Router(config) => vec![("router.http", &config.http), ("router.grpc", &config.grpc)],
+        ConfigFile::Router(config) => vec![
+            ("router.http", &config.http),
+            ("router.admin", &config.admin),
+            ("router.grpc", &config.grpc),
+        ],
         ConfigFile::Node(config) => vec![
             ("node.listen", &config.listen),
             ("node.admin", &config.admin),
