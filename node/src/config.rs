@@ -312,6 +312,11 @@ impl NodeConfig {
         if transfer.connectors.is_empty() {
             return Err(NodeError::Config("transfer.connectors names no connector".to_owned()));
         }
+        if expert.decode.landings_max == 0 {
+            return Err(NodeError::Config(
+                "expert.decode.landings_max is zero: no KV could arrive".to_owned(),
+            ));
+        }
         let settings = transfer.settings(&expert.transfer, &node.advertise);
         Ok(Self {
             id: (!node.id.is_empty()).then(|| NodeId::new(node.id)),

@@ -274,7 +274,7 @@ pub struct RouterConfig {
 
 /// The error of a setting with an invalid value.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("`{key}`: {value:?} is not one of {known}")]
+#[error("`{key}`: {value:?} is not {known}")]
 pub struct UnknownChoice {
     pub key: &'static str,
     pub value: String,
@@ -348,8 +348,8 @@ fn share(key: &'static str, value: f64) -> Result<f64, UnknownChoice> {
 }
 
 fn trusted_proxies(texts: &[String]) -> Result<TrustedProxies, UnknownChoice> {
-    let known = ["an address", "a network such as 10.0.0.0/8"];
-    TrustedProxies::parse(texts).map_err(|text| unknown("router.trusted_proxies", text, &known))
+    let known = "an address, or a network such as 10.0.0.0/8";
+    TrustedProxies::parse(texts).map_err(|text| unknown("router.trusted_proxies", text, &[known]))
 }
 
 /// Returns the provider of tokens, if it has an issuer. Then all of its settings are needed, and either place of
@@ -371,7 +371,13 @@ fn provider(section: OidcSection) -> Result<Option<OidcSettings>, UnknownChoice>
     let keys = match (keys_file.is_empty(), keys_url.is_empty()) {
         (false, true) => KeySource::File(keys_file.into()),
         (true, false) => KeySource::Url(keys_address(keys_url)?),
-        _ => return Err(unknown("expert.oidc.keys_url", keys_url, &["one of keys_file and keys_url"])),
+        _ => {
+            return Err(unknown(
+                "expert.oidc.keys_url",
+                keys_url,
+                &["set alone: set either keys_file or keys_url"],
+            ));
+        }
     };
     Ok(Some(OidcSettings { issuer, audience, keys, tenant_claim }))
 }
@@ -388,8 +394,8 @@ fn keys_address(text: String) -> Result<Uri, UnknownChoice> {
         }
         _ => false,
     };
-    let known = ["https://HOST/PATH", "http:// on this machine"];
-    url.filter(is_safe).ok_or_else(|| unknown("expert.oidc.keys_url", text, &known))
+    let known = "https://HOST/PATH, or http:// on this machine";
+    url.filter(is_safe).ok_or_else(|| unknown("expert.oidc.keys_url", text, &[known]))
 }
 
 /// Returns the files of the certificate. Both are set, or neither is.
@@ -407,8 +413,8 @@ fn certificate(certificate: &str, key: &str) -> Result<Option<CertificateFiles>,
 }
 
 fn cors(origins: &[String]) -> Result<CorsOrigins, UnknownChoice> {
-    let known = ["an origin such as https://chat.example", "* alone"];
-    CorsOrigins::parse(origins).map_err(|text| unknown("expert.router.cors_origins", text, &known))
+    let known = "an origin such as https://chat.example, or * alone";
+    CorsOrigins::parse(origins).map_err(|text| unknown("expert.router.cors_origins", text, &[known]))
 }
 
 fn wanted(section: &ModelSection) -> Result<Option<WantedFingerprint>, UnknownChoice> {
@@ -450,7 +456,11 @@ fn folder_name(path: &Path) -> String {
 }
 
 pub(crate) fn unknown(key: &'static str, value: String, known: &[&str]) -> UnknownChoice {
-    UnknownChoice { key, value, known: known.join(", ") }
+    let known = match known {
+        [one] => (*one).to_owned(),
+        several => format!("one of {}", several.join(", ")),
+    };
+    UnknownChoice { key, value, known }
 }
 
 #[cfg(test)]
@@ -539,7 +549,8 @@ mod tests {
         let wanted = WantedFingerprint { model: "m".to_owned(), fingerprint: FingerprintDigest(0xab) };
         assert_eq!(resolved("00000000000000ab"), Ok(Some(wanted)));
         let error = resolved("ab").expect_err("too short");
-        assert!(error.to_string().starts_with("`model.fingerprint`: \"ab\" is not one of"), "{error}");
+        let expected = "`model.fingerprint`: \"ab\" is not 16 hexadecimal digits as in /debug/cluster";
+        assert_eq!(error.to_string(), expected);
     }
 
     #[test]

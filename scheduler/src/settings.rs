@@ -68,6 +68,9 @@ impl SchedulerSettings {
         if !(self.gap_ms_max >= 0.0 && self.gap_ms_max.is_finite()) {
             return refuse(format!("gap_ms_max {} is not a duration", self.gap_ms_max));
         }
+        if self.queue_ms_max.is_nan() || self.queue_ms_max < 0.0 {
+            return refuse(format!("queue_ms_max {} is not a duration", self.queue_ms_max));
+        }
         if self.steps_in_flight_max == 0 {
             return refuse("steps_in_flight_max is zero: nothing could run".to_owned());
         }
@@ -89,6 +92,8 @@ mod tests {
             (SchedulerSettings { step_tokens_max: 271, ..defaults }, "step_tokens_max 271 is less than"),
             (SchedulerSettings { gap_ms_max: -1.0, ..defaults }, "gap_ms_max -1 is not a duration"),
             (SchedulerSettings { gap_ms_max: f64::NAN, ..defaults }, "gap_ms_max NaN is not a duration"),
+            (SchedulerSettings { queue_ms_max: -1.0, ..defaults }, "queue_ms_max -1 is not a duration"),
+            (SchedulerSettings { queue_ms_max: f64::NAN, ..defaults }, "queue_ms_max NaN is not a duration"),
             (SchedulerSettings { steps_in_flight_max: 0, ..defaults }, "steps_in_flight_max is zero"),
         ] {
             let error = settings.check(16).expect_err(expected).to_string();

@@ -144,6 +144,12 @@ fn every_file_is_checked_and_every_wrong_one_named() {
         ("wire.toml", "[transfer]\nconnectors = [\"pigeon\"]\n", "\"pigeon\" is not one of auto"),
         ("registry.toml", "[registry]\nurl = \"zk://a\"\n", "is not a registry"),
         ("syntax.toml", "[node\n", "is not TOML"),
+        ("landings.toml", "[expert.decode]\nlandings_max = 0\n", "landings_max is zero: no KV could arrive"),
+        (
+            "keys.toml",
+            "[router]\n[expert.oidc]\nissuer = \"x\"\naudience = \"y\"\n",
+            "set either keys_file or keys_url",
+        ),
     ] {
         let file = file(&folder, name, text);
         let output = baton(&["--check-config", &router, &file, &node]);

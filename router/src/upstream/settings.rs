@@ -99,7 +99,7 @@ fn members(key: &'static str, urls: &[String]) -> Result<PoolSource, UnknownChoi
     let refused = |url: &String| unknown(key, url.clone(), &known);
     let member = |url: &String| MemberAddress::parse(url).ok_or_else(|| refused(url));
     match urls {
-        [] => Err(unknown(key, String::new(), &["the URLs of at least one server"])),
+        [] => Err(unknown(key, String::new(), &["a list of at least one URL"])),
         [url] if url.starts_with("etcd://") => Ok(PoolSource::Etcd(url.clone())),
         [url] if ServiceUrl::is_meant(url) => {
             ServiceUrl::parse(url).map(PoolSource::Kubernetes).ok_or_else(|| refused(url))
