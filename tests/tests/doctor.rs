@@ -65,9 +65,11 @@ fn what_stands_in_a_routers_way_is_named() {
     let folder = tempfile::tempdir().expect("a folder");
     let taken = TcpListener::bind("127.0.0.1:0").expect("a port");
     let admin = taken.local_addr().expect("bound").to_string();
-    let (code, report) = doctor(&file(&folder, "router.toml", &router(&admin, "/no/such/model")));
+    let files = "[cluster]\nadmin_key_file = \"/no/such/key\"\n";
+    let text = router(&admin, "/no/such/model") + files;
+    let (code, report) = doctor(&file(&folder, "router.toml", &text));
     assert_eq!(code, Some(1), "{report}");
-    assert_eq!(bad(&report), ["ports", "model"], "{report}");
+    assert_eq!(bad(&report), ["files", "ports", "model"], "{report}");
 }
 
 #[test]

@@ -9,6 +9,7 @@ mod address;
 mod certificate;
 mod clock;
 mod connectors;
+mod files;
 mod gpu;
 mod host;
 mod join;
@@ -53,7 +54,8 @@ pub(crate) fn run(args: &DoctorArgs) -> Result<ExitCode, CommandError> {
 /// Runs all groups of checks. The requirements of every process come first, then those of some connectors
 /// only.
 async fn look(process: &ConfigFile, world: &World) -> Vec<Finding> {
-    let mut findings = ports::look(process);
+    let mut findings = files::look(process);
+    findings.extend(ports::look(process));
     findings.extend(address::look(process));
     findings.extend(registry::look(process, world).await);
     findings.extend(join::look(process, world).await);

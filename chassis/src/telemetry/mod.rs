@@ -1,7 +1,7 @@
 //! Logs on stderr, and spans with trace ids that cross all processes.
 //!
-//! Logs and spans are independent. The log level selects which *events* are written. Spans of level INFO
-//! exist at every log level, because a trace must not end at a process that logs little, and a warning needs
+//! Logs and spans are independent. The log level selects which *events* are written. Spans of level INFO, with their
+//! events, exist at every log level, because a trace must not end at a process that logs little, and a warning needs
 //! its `request_id`.
 
 mod capture;
