@@ -414,6 +414,22 @@ async fn what_is_wrong_is_told_apart() {
 
 // === load on etcd ===
 
+/// etcd closes a connection after the third ping that comes within five seconds of the one before.
+#[tokio::test]
+async fn a_watch_without_changes_stays_open() {
+    let etcd = Etcd::start().await;
+    let registry = open(&format!("etcd://{}/blue", etcd.endpoint()));
+    let mut watcher = Watcher::of(&*registry).await;
+    watcher.sees(&[]).await;
+    tokio::time::timeout(Duration::from_secs(11), watcher.next()).await.expect_err("nothing happens");
+    let _a = announced(&*registry, node("a", 1)).await;
+    assert_eq!(
+        watcher.next().await,
+        MembershipEvent::Joined(node("a", 1)),
+        "no snapshot: it is the same watch"
+    );
+}
+
 #[tokio::test]
 async fn signs_of_life_are_few() {
     let etcd = Etcd::start().await;

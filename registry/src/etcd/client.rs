@@ -26,7 +26,7 @@ use v3::watch_client::WatchClient;
 const CONNECT_WITHIN: Duration = Duration::from_secs(2);
 /// Interval of pings. A connected but silent member is detected after interval and timeout. Leases must not
 /// expire before that: a watch would believe the departures that such a member reports when it resumes.
-const PING_INTERVAL: Duration = Duration::from_secs(2);
+pub(super) const PING_INTERVAL: Duration = Duration::from_secs(2);
 const PING_TIMEOUT: Duration = Duration::from_secs(2);
 
 type EtcdChannel = InterceptedService<Channel, CallHeaders>;

@@ -1,20 +1,23 @@
 //! All keys with a prefix at one revision, and the changes since.
 
 use tokio::sync::mpsc;
+use tokio::time::timeout;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Streaming;
 
 use super::client::v3::watch_request::RequestUnion;
-use super::client::v3::{RangeRequest, RangeResponse, WatchCreateRequest, WatchRequest, WatchResponse};
-use super::client::{EtcdClient, failed, prefix_end};
+use super::client::v3::{
+    RangeRequest, RangeResponse, WatchCreateRequest, WatchProgressRequest, WatchRequest, WatchResponse,
+};
+use super::client::{EtcdClient, PING_INTERVAL, failed, prefix_end};
 use super::settings::EtcdSettings;
 use crate::error::RegistryError;
 
-/// An open watch. etcd ends it when `_requests` is dropped. The connection closes with the last client.
+/// An open watch. etcd ends it when `requests` is dropped. The connection closes with the last client.
 #[derive(Debug)]
 pub(super) struct PrefixWatch {
     changes: Streaming<WatchResponse>,
-    _requests: mpsc::Sender<WatchRequest>,
+    requests: mpsc::Sender<WatchRequest>,
     _client: EtcdClient,
 }
 
@@ -27,8 +30,9 @@ pub(super) struct Operations {
 }
 
 impl PrefixWatch {
-    /// Reads all keys and watches from the next revision on. If etcd compacts its history in between, the watch ends
-    /// with an error, and the caller opens another.
+    /// Reads all keys and watches from their revision on, so the changes may begin with the last ones that were read. (etcd
+    /// tells no progress of a watch that begins in the future.) If etcd compacts its history in between, the watch ends with
+    /// an error, and the caller opens another.
     pub(super) async fn open(
         settings: &EtcdSettings,
         prefix: &str,
@@ -40,23 +44,33 @@ impl PrefixWatch {
             RangeRequest { key: key.clone(), range_end: range_end.clone(), ..RangeRequest::default() };
         let state = client.kv().range(everything).await;
         let state = state.map_err(|status| failed(operations.read, status))?.into_inner();
-        let start_revision = revision(&state) + 1;
-        let create = WatchCreateRequest { key, range_end, start_revision };
+        let create = WatchCreateRequest { key, range_end, start_revision: revision(&state) };
         let create = WatchRequest { request_union: Some(RequestUnion::CreateRequest(create)) };
         let (requests, queued) = mpsc::channel(1);
         requests.try_send(create).expect("the queue is new and has room for one");
         let changes = client.watch().watch(ReceiverStream::new(queued)).await;
         let changes = changes.map_err(|status| failed(operations.open, status))?.into_inner();
-        Ok((state, Self { changes, _requests: requests, _client: client }))
+        Ok((state, Self { changes, requests, _client: client }))
     }
 
-    /// Returns the next changes. After an error the watch is over.
+    /// Returns the next changes. After an error the watch is over. Cancel-safe.
+    ///
+    /// While nothing changes, etcd is asked for the progress of the watch. It closes connections with pings and no data:
+    /// pings count as too many if they come faster than its `--grpc-keepalive-min-time`.
     pub(super) async fn next(&mut self, operations: Operations) -> Result<WatchResponse, RegistryError> {
-        let heard = self.changes.message().await.map_err(|status| failed(operations.follow, status))?;
-        match heard {
-            None => Err(interrupted("etcd ended it".to_owned())),
-            Some(heard) if heard.canceled => Err(interrupted(cancel_reason(&heard))),
-            Some(heard) => Ok(heard),
+        loop {
+            let Ok(heard) = timeout(PING_INTERVAL, self.changes.message()).await else {
+                let request_union = Some(RequestUnion::ProgressRequest(WatchProgressRequest {}));
+                // If etcd has not read the last question, pings find out whether it is there.
+                let _ = self.requests.try_send(WatchRequest { request_union });
+                continue;
+            };
+            match heard.map_err(|status| failed(operations.follow, status))? {
+                None => return Err(interrupted("etcd ended it".to_owned())),
+                Some(heard) if heard.canceled => return Err(interrupted(cancel_reason(&heard))),
+                Some(heard) if heard.events.is_empty() => {}
+                Some(heard) => return Ok(heard),
+            }
         }
     }
 }
