@@ -26,6 +26,7 @@ use types::{Epoch, NodeId, NodeInfo, Role, in_full};
 
 use crate::admission::Admission;
 use crate::cluster::{Cluster, GroupMember, NodeState};
+use crate::rpc::NodeClient;
 use demand::DemandWindow;
 use move_delay::MoveDelay;
 use prediction::{GroupNumbers, Move, NodeNumbers};
@@ -41,8 +42,8 @@ const REPORT_AGE_MAX: Duration = Duration::from_secs(3);
 const MOVE_WITHIN: Duration = Duration::from_secs(300);
 /// The time after which a node that still has its old role has not changed it.
 const KEPT_AFTER: Duration = Duration::from_secs(5);
-/// The time without a registration after which a node that changes its role is gone. An exchange of the registration takes
-/// less: its tasks have ten seconds to end.
+/// The time without a registration and without an answer after which a node that changes its role is gone. It has no
+/// registration while it drains. Its port is closed for less: the tasks of its old role have ten seconds to end.
 const GONE_AFTER: Duration = Duration::from_secs(15);
 /// The number of moves that `/debug/cluster` shows.
 const MOVES_SHOWN: usize = 16;
@@ -129,18 +130,17 @@ struct MoveUnderWay {
     to: Role,
     epoch: Epoch,
     began: Instant,
-    /// The time at which the node last had a registration.
-    registered: Instant,
+    /// The time at which the node last had a registration, or answered.
+    heard: Instant,
 }
 
 impl MoveUnderWay {
     /// Returns the outcome if the move has ended by `now`. `seen` is the node's registration, if it has one.
-    fn outcome(&mut self, seen: Option<(&NodeInfo, &NodeState)>, now: Instant) -> Option<MoveOutcome> {
+    fn outcome(&self, seen: Option<(&NodeInfo, &NodeState)>, now: Instant) -> Option<MoveOutcome> {
         let took = now.saturating_duration_since(self.began);
         let Some((info, state)) = seen else {
-            return (now >= self.registered + GONE_AFTER).then_some(MoveOutcome::Lost);
+            return (now >= self.heard + GONE_AFTER || took >= MOVE_WITHIN).then_some(MoveOutcome::Lost);
         };
-        self.registered = now;
         let is_ready = *state == NodeState::Ready;
         match info.role {
             role if role == self.to && is_ready => Some(MoveOutcome::Moved),
@@ -160,6 +160,8 @@ pub struct Balance {
     lock_asked: Option<Instant>,
     models: BTreeMap<String, ModelBalance>,
     under_way: Option<MoveUnderWay>,
+    /// The client of the node that was asked last.
+    asked: Option<NodeClient>,
 }
 
 /// What the controller remembers of one model.
@@ -172,7 +174,15 @@ struct ModelBalance {
 impl Balance {
     pub fn new(parts: BalanceParts, report: BalanceReport) -> Self {
         MoveOutcome::ALL.iter().for_each(|outcome| drop(parts.moves.with_label_values(&[outcome.as_str()])));
-        Self { parts, report, lock: None, lock_asked: None, models: BTreeMap::new(), under_way: None }
+        Self {
+            parts,
+            report,
+            lock: None,
+            lock_asked: None,
+            models: BTreeMap::new(),
+            under_way: None,
+            asked: None,
+        }
     }
 
     /// Looks at the cluster again and again, until the future is dropped.
@@ -181,7 +191,7 @@ impl Balance {
             tokio::time::sleep(LOOK_EVERY).await;
             let wanted = self.look();
             self.keep_lock().await;
-            if self.follow_move() || !self.acts() {
+            if self.follow_move().await || !self.acts() {
                 continue;
             }
             if let Some(wanted) = wanted {
@@ -251,8 +261,9 @@ impl Balance {
         let why = wanted.to_string();
         info!(%node, %from, %to, why, "moving a node to another role");
         let epoch = self.member(&node).map(|(info, _)| info.epoch);
-        let begun = match self.parts.cluster.client(&node) {
-            Some(client) => client.change_role(to).await.map_err(|failure| failure.refusal.to_string()),
+        self.asked = self.parts.cluster.client(&node);
+        let begun = match &self.asked {
+            Some(client) => client.change_role(to).await,
             None => Err("the node has left".to_owned()),
         };
         let begun = begun.and_then(|()| epoch.ok_or_else(|| "the node has left".to_owned()));
@@ -268,20 +279,28 @@ impl Balance {
         drop(report);
         match begun {
             Ok(epoch) => {
-                self.under_way = Some(MoveUnderWay { node, from, to, epoch, began: now, registered: now });
+                self.under_way = Some(MoveUnderWay { node, from, to, epoch, began: now, heard: now });
             }
             Err(reason) => self.ended(&node, MoveOutcome::Refused, &reason),
         }
     }
 
     /// Returns whether a move is still under way.
-    fn follow_move(&mut self) -> bool {
+    async fn follow_move(&mut self) -> bool {
         let Some(node) = self.under_way.as_ref().map(|under_way| under_way.node.clone()) else {
             return false;
         };
-        let (seen, now) = (self.member(&node), self.parts.world.now());
+        let seen = self.member(&node);
+        let is_heard = match (&seen, &self.asked) {
+            (None, Some(client)) => client.answers().await,
+            (seen, _) => seen.is_some(),
+        };
+        let now = self.parts.world.now();
         let seen = seen.as_ref().map(|(info, state)| (&**info, state));
         let Some(under_way) = &mut self.under_way else { return false };
+        if is_heard {
+            under_way.heard = now;
+        }
         let Some(outcome) = under_way.outcome(seen, now) else { return true };
         let took = now.saturating_duration_since(under_way.began);
         self.under_way = None;

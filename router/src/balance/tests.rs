@@ -373,7 +373,7 @@ fn a_prediction_must_stand_for_the_whole_time() {
 }
 
 /// Node "d" is asked at second 0 to prefill. It is seen once a second, as a letter: "d" drains, "m" has moved, "k" is ready
-/// in its old role, "n" is another process in its old role, and "-" is no registration.
+/// in its old role, "n" is another process in its old role, "-" is no registration, and "a" is an answer without one.
 #[test]
 fn a_move_ends_when_the_node_is_there_or_gone() {
     for (what, seen, expected) in [
@@ -386,26 +386,36 @@ fn a_move_ends_when_the_node_is_there_or_gone() {
         ("its registration has ended", format!("ddd{}", "-".repeat(20)), Some((17, MoveOutcome::Lost))),
         (
             "it drains for long, then it is gone",
-            format!("{}{}", "d".repeat(60), "-".repeat(20)),
+            format!("{}{}", "a".repeat(60), "-".repeat(20)),
             Some((74, MoveOutcome::Lost)),
+        ),
+        (
+            "it drains for long, then it moves",
+            format!("d{}{}m", "a".repeat(60), "-".repeat(14)),
+            Some((75, MoveOutcome::Moved)),
         ),
         ("it was started again", "dd--n".to_owned(), Some((4, MoveOutcome::Lost))),
         ("it keeps its role", "kkkkkkkk".to_owned(), Some((5, MoveOutcome::Kept))),
         ("it still drains", "d".repeat(299), None),
         ("it drains for ever", "d".repeat(302), Some((300, MoveOutcome::Lost))),
+        ("it drains for ever, without a registration", "a".repeat(302), Some((300, MoveOutcome::Lost))),
     ] {
         let (start, info) = (Instant::now(), crate::fake_node::info("d", Role::Decode));
         let (from, to, epoch) = (Role::Decode, Role::Prefill, info.epoch);
         let node = info.id.clone();
-        let mut under_way = MoveUnderWay { node, from, to, epoch, began: start, registered: start };
+        let mut under_way = MoveUnderWay { node, from, to, epoch, began: start, heard: start };
         let mut outcome = |second: usize, letter: char| {
             let other = Epoch(epoch.0 + 1);
             let (role, epoch) =
                 (if letter == 'm' { to } else { from }, if letter == 'n' { other } else { epoch });
             let info = NodeInfo { role, epoch, ..info.clone() };
             let state = if letter == 'd' { NodeState::Draining } else { NodeState::Ready };
-            let seen = (letter != '-').then_some((&info, &state));
-            under_way.outcome(seen, start + Duration::from_secs(second as u64))
+            let seen = (!"-a".contains(letter)).then_some((&info, &state));
+            let now = start + Duration::from_secs(second as u64);
+            if letter != '-' {
+                under_way.heard = now;
+            }
+            under_way.outcome(seen, now)
         };
         let ended =
             seen.chars().enumerate().find_map(|(second, letter)| Some((second, outcome(second, letter)?)));
