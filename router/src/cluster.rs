@@ -332,7 +332,7 @@ impl Cluster {
                 }
             }
             MembershipEvent::Snapshot(nodes) => {
-                self.members().by_id.retain(|id, _| nodes.iter().any(|node| node.id == *id));
+                self.members().retain_listed(&nodes);
                 nodes.into_iter().for_each(|node| self.join(node, MemberSource::WholeList));
                 self.decide(&mut self.members());
             }
@@ -362,7 +362,7 @@ impl Cluster {
     /// Adds a node, or a new life of it. A node that is already a member is not changed.
     fn join(&self, node: NodeInfo, source: MemberSource) {
         if let Some(member) = self.members().by_id.get_mut(&node.id).filter(|member| *member.info == node) {
-            member.is_old = false;
+            member.confirm();
             return;
         }
         info!(node = %node.id, epoch = %node.epoch, role = %node.role, address = node.address, "node joined the cluster");

@@ -170,6 +170,8 @@ pub(super) struct Member {
     pub(super) is_suspect: bool,
     /// Whether the node comes from the members file, without confirmation by the registry.
     pub(super) is_old: bool,
+    /// Whether the registry has answered without it.
+    is_missing: bool,
     pub(super) client: NodeClient,
     /// The last report for the node. Members are notified in the order of their ids, so that simulations
     /// repeat.
@@ -198,10 +200,16 @@ impl Member {
             refusal,
             is_suspect: false,
             is_old: false,
+            is_missing: false,
             client,
             word,
             _tasks: tasks,
         }
+    }
+
+    /// Notes that the registry lists the node.
+    pub(super) fn confirm(&mut self) {
+        (self.is_old, self.is_missing) = (false, false);
     }
 
     fn is_usable(&self) -> bool {
@@ -257,6 +265,15 @@ impl Members {
         let ids = self.by_id.values().filter(keeps).filter(usable).map(|member| &member.info.id);
         let keeper = keepers(ids, first).first().copied()?;
         Some(self.by_id.get(keeper)?.info.clone())
+    }
+
+    /// Removes members that are not in the registry's list. A member of the file that answers stays until it is silent: it
+    /// may announce itself again, because its lease may have ended with the registry's data.
+    pub(super) fn retain_listed(&mut self, nodes: &[NodeInfo]) {
+        self.by_id.retain(|id, member| {
+            member.is_missing = !nodes.iter().any(|node| node.id == *id);
+            !member.is_missing || member.is_old && member.is_usable()
+        });
     }
 
     pub(super) fn mark_old(&mut self, id: &NodeId) {
@@ -390,6 +407,10 @@ impl Members {
         };
         warn!(node = %info.id, "status stream from node lost");
         member.link = NodeState::Unreachable;
+        if member.is_missing {
+            info!(node = %info.id, "node of the members file has left the cluster");
+            self.by_id.remove(&info.id);
+        }
         true
     }
 

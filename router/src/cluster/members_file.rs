@@ -11,6 +11,8 @@ use tracing::warn;
 const SILENT_FOR: Duration = Duration::from_secs(1);
 /// The delay between a change and the write: a start or a rollout changes the members many times.
 const WRITE_AFTER: Duration = Duration::from_secs(1);
+/// The delay between a failed write and the next one.
+const WRITE_AGAIN: Duration = Duration::from_secs(30);
 
 /// The members file, with the time of its next read or write.
 #[derive(Debug)]
@@ -68,9 +70,30 @@ impl MembersFileTask {
         self.due = None;
         let file = self.file.clone();
         match spawn_blocking(move || file.write(&members)).await {
-            Ok(Ok(())) => {}
-            Ok(Err(error)) => warn!(%error, "members file cannot be written"),
-            Err(error) => warn!(%error, "members file was not written"),
+            Ok(Ok(())) => return,
+            Ok(Err(error)) => warn!(%error, "members file cannot be written, trying again"),
+            Err(error) => warn!(%error, "members file was not written, trying again"),
         }
+        self.due = Some(Instant::now() + WRITE_AGAIN);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_failed_write_is_tried_again() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let disk = folder.path().join("disk");
+        let mut members_file = MembersFileTask::new(MembersFile::new(disk.join("members")));
+        members_file.changed();
+        let none = || OldMembers { nodes: Vec::new(), written: Duration::ZERO };
+        members_file.write(none()).await;
+        assert!(members_file.due.is_some());
+        std::fs::create_dir(&disk).expect("a folder");
+        members_file.write(none()).await;
+        assert_eq!(members_file.due, None);
+        assert_eq!(members_file.read().await, Some(none()));
     }
 }

@@ -117,6 +117,26 @@ async fn a_node_is_usable_once_it_has_spoken_and_until_it_falls_silent() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_member_of_the_file_that_answers_outlives_a_list_without_it() {
+    let test_cluster = test_cluster().await;
+    let cluster = &test_cluster.cluster;
+    let ids = || cluster.everyone().into_iter().map(|(info, _)| info.id.to_string()).collect::<Vec<_>>();
+    tokio::time::sleep(Duration::from_millis(1)).await;
+    let fake_node = FakeNode::new("d", Role::Decode, &[FakeResponse::Serve]);
+    let _running = fake_node.start(&test_cluster.world, &test_cluster.gate).await;
+    for node in [fake_node.info.clone(), info("gone", Role::Decode)] {
+        let id = node.id.clone();
+        cluster.join(node, MemberSource::OneEvent);
+        cluster.members().mark_old(&id);
+    }
+    test_cluster.state("d", &NodeState::Ready).await;
+    cluster.apply(MembershipEvent::Snapshot(Vec::new()));
+    assert_eq!((ids(), cluster.ready()), (vec!["d".to_owned()], Ok(())));
+    cluster.unreachable(&fake_node.info);
+    assert_eq!(ids(), Vec::<String>::new());
+}
+
+#[tokio::test(start_paused = true)]
 async fn another_protocol_or_another_model_under_the_same_name_is_refused() {
     let test_cluster = test_cluster().await;
     let first = FakeNode::new("a", Role::Decode, &[FakeResponse::Serve]);
