@@ -14,7 +14,7 @@ use crate::exit::CommandError;
 use crate::http_url;
 
 /// The longest wait for an answer. A process that takes longer counts as not ready.
-const ANSWER_WITHIN: Duration = Duration::from_secs(3);
+pub(crate) const ANSWER_WITHIN: Duration = Duration::from_secs(3);
 
 /// Exits with 0 if the page answers with success. Otherwise exits with 1 and prints the reason.
 pub(crate) fn run(args: &HealthArgs) -> Result<ExitCode, CommandError> {

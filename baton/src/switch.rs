@@ -8,9 +8,11 @@ use hyper::{Method, Request, StatusCode, Uri};
 use hyper_util::client::legacy::Client;
 use hyper_util::rt::TokioExecutor;
 use serde_json::Value;
+use tokio::time::timeout;
 
 use crate::cli::{RoleArgs, SwitchArgs, WakeArgs};
 use crate::exit::CommandError;
+use crate::health::ANSWER_WITHIN;
 use crate::{http_url, interrupt, output};
 
 pub(crate) fn sleep(args: &SwitchArgs) -> Result<ExitCode, CommandError> {
@@ -54,8 +56,9 @@ async fn admin_of(args: &SwitchArgs) -> Result<String, CommandError> {
     }
     let router = http_url::parse(&args.router)?;
     let url: Uri = format!("{router}/debug/cluster").parse().map_err(CommandError::usage)?;
-    let answer = ask(Method::GET, url, args)
+    let answer = timeout(ANSWER_WITHIN, ask(Method::GET, url, args))
         .await
+        .map_err(|_| CommandError::work(format!("{router}: no answer within {ANSWER_WITHIN:?}")))?
         .map_err(|error| CommandError::work(format!("{router}: {}", http_url::failure(&*error))))?;
     if let Some(refused) = answer.body["error"]["message"].as_str() {
         return Err(CommandError::work(format!("{router}: {refused}")));
@@ -121,6 +124,15 @@ mod tests {
     use serde_json::json;
 
     use super::*;
+
+    #[tokio::test]
+    async fn a_router_that_does_not_answer_is_not_waited_for() {
+        let silent = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
+        let router = format!("http://{}", silent.local_addr().expect("it is bound"));
+        let args = SwitchArgs { node: "decode-0".to_owned(), router: router.clone(), key_file: None };
+        let error = admin_of(&args).await.expect_err("nothing answers");
+        assert!(format!("{error:?}").contains(&format!("{router}: no answer within 3s")), "{error:?}");
+    }
 
     #[test]
     fn an_answer_is_a_sentence() {
