@@ -1,11 +1,11 @@
 //! The answers to one request, from the parsed request until each answer has its first step. Both APIs use it.
 
+use std::future::poll_fn;
 use std::pin::Pin;
 use std::sync::{Arc, OnceLock};
 use std::task::{Context, Poll};
 
-use futures::future::try_join_all;
-use futures::stream::{SelectAll, Stream, StreamExt};
+use futures::stream::{FuturesUnordered, SelectAll, Stream, StreamExt};
 use types::step::PromptLogprob;
 use types::{Prompt, TokenId, Usage};
 
@@ -78,9 +78,7 @@ impl AskedRequest {
             begun.await.map(|begun| begun.divided_by(parser))
         };
         let n = (params.n as usize).max(1);
-        let inputs = prompts.chunks(n).enumerate();
-        let begun = inputs.map(|(nth, answers)| begin_answers(nth * n, answers, &begin));
-        let mut choices: Vec<Choice> = try_join_all(begun).await?.into_iter().flatten().collect();
+        let mut choices = begin_all(&prompts, n, begin).await?;
         let of_input = prompts.chunks(n).zip(choices.chunks_mut(n)).flat_map(|(prompts, choices)| {
             let prompt = AnsweredPrompt::new(&prompts[0], choices[0].take_prompt_logprobs());
             std::iter::repeat_n(Arc::new(prompt), choices.len())
@@ -90,22 +88,45 @@ impl AskedRequest {
     }
 }
 
-/// Begins all answers to one prompt: the first one alone, and the others after its prefill. The others lease
+/// Begins `n` answers to each input: the first one alone, and the others after its prefill. The others lease
 /// its cached blocks on the nodes, so that a prompt is computed once for any number of answers. See
 /// `docs/decisions/0009-answers-share-blocks.md`.
-async fn begin_answers<E, F: Future<Output = Result<Choice, E>>>(
-    first_choice: usize,
-    answers: &[Prompt],
+///
+/// Answers that have begun are read meanwhile.
+async fn begin_all<F: Future<Output = Result<Choice, ServeError>>>(
+    prompts: &[Prompt],
+    n: usize,
     begin: impl Fn(usize, Prompt) -> F,
-) -> Result<Vec<Choice>, E> {
-    let mut answers = (first_choice..).zip(answers.iter().cloned());
-    let mut choices = Vec::new();
-    if let Some((choice, prompt)) = answers.next() {
-        choices.push(begin(choice, prompt).await?);
+) -> Result<Vec<Choice>, ServeError> {
+    let firsts = prompts.iter().enumerate().step_by(n);
+    let mut beginning: FuturesUnordered<F> =
+        firsts.map(|(choice, prompt)| begin(choice, prompt.clone())).collect();
+    let mut begun: Vec<Choice> = Vec::with_capacity(prompts.len());
+    while let Some(choice) = poll_fn(|cx| poll_begun(&mut beginning, &mut begun, cx)).await {
+        let choice = choice?;
+        if choice.index().is_multiple_of(n) {
+            let others = prompts.iter().enumerate().skip(choice.index()).take(n).skip(1);
+            beginning
+                .extend(others.map(|(other, prompt)| begin(other, prompt.clone().without_prompt_logprobs())));
+        }
+        begun.push(choice);
     }
-    let others = answers.map(|(choice, prompt)| begin(choice, prompt.without_prompt_logprobs()));
-    choices.extend(try_join_all(others).await?);
-    Ok(choices)
+    begun.sort_unstable_by_key(Choice::index);
+    Ok(begun)
+}
+
+/// Polls for the next answer that begins, and reads ahead in those that have begun.
+fn poll_begun<F: Future<Output = Result<Choice, ServeError>>>(
+    beginning: &mut FuturesUnordered<F>,
+    begun: &mut [Choice],
+    cx: &mut Context<'_>,
+) -> Poll<Option<Result<Choice, ServeError>>> {
+    if !beginning.is_empty()
+        && let Err(error) = begun.iter_mut().try_for_each(|choice| choice.poll_ahead(cx))
+    {
+        return Poll::Ready(Some(Err(error)));
+    }
+    beginning.poll_next_unpin(cx)
 }
 
 impl BegunAnswers {

@@ -1,5 +1,6 @@
 //! Hot path. One answer to one prompt while it is generated: steps in, text out.
 
+use std::collections::VecDeque;
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
@@ -59,6 +60,8 @@ pub struct Choice {
     has_ended: bool,
     n_steps: u32,
     n_characters: usize,
+    /// What was read while other answers of the request began. The answer's tokens bound it.
+    ahead: VecDeque<Delta>,
     origin: RequestOrigin,
 }
 
@@ -85,6 +88,7 @@ impl Choice {
             has_ended: false,
             n_steps: 0,
             n_characters: 0,
+            ahead: VecDeque::new(),
             origin,
         })
     }
@@ -95,6 +99,10 @@ impl Choice {
         Self { parts, ..self }
     }
 
+    pub(crate) fn index(&self) -> usize {
+        self.index
+    }
+
     pub fn usage(&self) -> Usage {
         self.generation.usage
     }
@@ -102,6 +110,26 @@ impl Choice {
     /// Returns the log-probabilities of the prompt, once.
     pub fn take_prompt_logprobs(&mut self) -> Vec<PromptLogprob> {
         std::mem::take(&mut self.generation.prompt_logprobs)
+    }
+
+    /// Reads what is ready, while other answers of the request begin. An answer that is not read keeps its KV room, and the
+    /// others may wait for that room.
+    pub(crate) fn poll_ahead(&mut self, cx: &mut Context<'_>) -> Result<(), ServeError> {
+        while let Poll::Ready(Some(delta)) = self.poll_delta(cx) {
+            self.ahead.push_back(delta?);
+        }
+        Ok(())
+    }
+
+    fn poll_delta(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Delta, ServeError>>> {
+        if self.has_ended {
+            return Poll::Ready(None);
+        }
+        let delta = ready!(self.poll_step(cx)).and_then(|step| self.next_delta(step));
+        if delta.as_ref().map_or(true, |delta| delta.finish.is_some()) {
+            self.end();
+        }
+        Poll::Ready(Some(delta))
     }
 
     fn poll_step(&mut self, cx: &mut Context<'_>) -> Poll<Result<Step, ServeError>> {
@@ -184,14 +212,10 @@ impl Stream for Choice {
 
     fn poll_next(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Self::Item>> {
         let choice = self.get_mut();
-        if choice.has_ended {
-            return Poll::Ready(None);
+        match choice.ahead.pop_front() {
+            Some(delta) => Poll::Ready(Some(Ok(delta))),
+            None => choice.poll_delta(cx),
         }
-        let delta = ready!(choice.poll_step(cx)).and_then(|step| choice.next_delta(step));
-        if delta.as_ref().map_or(true, |delta| delta.finish.is_some()) {
-            choice.end();
-        }
-        Poll::Ready(Some(delta))
     }
 }
 

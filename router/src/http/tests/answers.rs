@@ -1,6 +1,11 @@
 //! Tests of complete answers, compared with golden JSON.
 
+use std::sync::Arc;
+
+use futures::FutureExt as _;
+use futures::stream::{self, StreamExt as _};
 use serde_json::json;
+use tokio::sync::Notify;
 use types::step::Logprobs;
 use types::{FinishReason, TokenId};
 
@@ -182,6 +187,42 @@ async fn several_answers_are_drawn_apart() {
     assert_eq!(texts, ["seed 40", "seed 41", "seed 42"]);
     assert_eq!(answer["usage"]["prompt_tokens"], 5, "one prompt, three answers");
     assert_eq!(answer["usage"]["completion_tokens"], 24);
+}
+
+/// An answer that is not read keeps its KV room, which the others may wait for.
+#[tokio::test(start_paused = true)]
+async fn an_answer_is_read_while_others_begin() {
+    for (fields, stream) in [
+        (json!({"prompt": ["a", "b"]}), false),
+        (json!({"prompt": ["a", "b"]}), true),
+        (json!({"n": 2}), false),
+        (json!({"n": 2}), true),
+    ] {
+        let read = Arc::new(Notify::new());
+        let fake_serve = FakeServe::new(move |prompt| {
+            let read = Arc::clone(&read);
+            if prompt.id.as_str() == "r1-0" {
+                let last = move |step: &types::Step| step.finish.iter().for_each(|_| read.notify_one());
+                return ScriptedEvent::Steps(stream::iter(steps_of("x")).inspect(last).map(Ok).boxed());
+            }
+            let later = async move {
+                read.notified().await;
+                says("y")
+            };
+            ScriptedEvent::Later(later.boxed())
+        });
+        let mut fields = fields;
+        fields["stream"] = stream.into();
+        let answer = complete(&fake_serve, fields).await;
+        assert_eq!(answer.status, 200, "{}", answer.body);
+        let parts = if stream { answer.events() } else { vec![answer.json()] };
+        let mut texts = [String::new(), String::new()];
+        for choice in parts.iter().filter_map(|part| part["choices"].as_array()).flatten() {
+            texts[choice["index"].as_u64().unwrap() as usize] += choice["text"].as_str().unwrap();
+        }
+        assert_eq!(texts, ["x", "y"]);
+        fake_serve.holds(0).await;
+    }
 }
 
 #[tokio::test(start_paused = true)]

@@ -8,6 +8,8 @@ use axum::Router;
 use axum::body::Body;
 use chassis::World;
 use chassis::metrics::Metrics;
+use futures::FutureExt as _;
+use futures::future::BoxFuture;
 use futures::stream::{BoxStream, StreamExt};
 use http::{HeaderMap, Request, StatusCode};
 use http_body_util::BodyExt;
@@ -30,14 +32,15 @@ use crate::text::{RouterModels, ServedModel, Tokenizer};
 /// What the scripted [`Serve`] does with a prompt.
 pub(crate) enum ScriptedEvent {
     Refuse(ServeError),
-    /// Gives no step, ever.
-    Silence,
+    /// Does something when the future has ended.
+    Later(BoxFuture<'static, ScriptedEvent>),
     Steps(BoxStream<'static, Result<Step, ServeError>>),
 }
 
 impl ScriptedEvent {
+    /// Gives no step, ever.
     pub(crate) fn silence() -> Self {
-        Self::Silence
+        Self::Later(futures::future::pending().boxed())
     }
 }
 
@@ -63,7 +66,7 @@ impl FakeServe {
     }
 
     pub(crate) fn unready(reason: &str) -> Arc<Self> {
-        Arc::new(Self::with(|_| ScriptedEvent::Silence, Err(reason.to_owned())))
+        Arc::new(Self::with(|_| ScriptedEvent::silence(), Err(reason.to_owned())))
     }
 
     fn with(
@@ -138,15 +141,18 @@ impl Serve for FakeServe {
 
     async fn generate(&self, prompt: Prompt, arrival: Arrival) -> Result<Generation, ServeError> {
         let alive = RunningGuard::new(&self.alive);
-        let play = (self.script)(&prompt);
+        let mut play = (self.script)(&prompt);
         let usage = Usage { prompt_tokens: prompt.tokens.len() as u32, cached_tokens: 1 };
         let prompt_logprobs = made_up(&prompt);
         let record = || Requests::default().begin(RecordHead::of(&prompt), &arrival, Duration::ZERO);
         let explained = (arrival.detail == Detail::Explained).then(|| record().record().clone());
         self.seen.lock().unwrap().push(prompt);
+        while let ScriptedEvent::Later(later) = play {
+            play = later.await;
+        }
         match play {
             ScriptedEvent::Refuse(error) => Err(error),
-            ScriptedEvent::Silence => std::future::pending().await,
+            ScriptedEvent::Later(_) => unreachable!("it has ended"),
             ScriptedEvent::Steps(steps) => {
                 let steps = steps.inspect(move |_| _ = &alive).boxed();
                 Ok(Generation { usage, prompt_logprobs, complete: Complete::default(), explained, steps })

@@ -153,7 +153,7 @@ async fn steps_that_are_lost_or_doubled_never_reach_a_client() {
 #[tokio::test(start_paused = true)]
 async fn the_door_keeps_the_deadline_by_itself() {
     for (play, stream) in
-        [(begins as fn(&str) -> ScriptedEvent, true), (begins, false), (|_| ScriptedEvent::Silence, true)]
+        [(begins as fn(&str) -> ScriptedEvent, true), (begins, false), (|_| ScriptedEvent::silence(), true)]
     {
         let fake_serve = FakeServe::new(move |_| play("ab"));
         let body = json!({"messages": [{"role": "user", "content": "Hi"}], "stream": stream}).to_string();
