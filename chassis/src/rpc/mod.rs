@@ -44,6 +44,12 @@ pub use signed::SignedChannel;
 /// is 4 MiB.
 pub use types::node::MESSAGE_BYTES_MAX;
 
+/// The bytes of one answer's stream that its reader has not taken.
+const STREAM_WINDOW: u32 = 256 << 10;
+/// The same for all streams of a connection: as much as HTTP/2 allows. A smaller window is used up by streams whose readers
+/// are slow, and then all other calls to the peer wait too.
+const CONNECTION_WINDOW: u32 = (1 << 31) - 1;
+
 /// The limits of one client. The server's limits are [`ServerLimits`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RpcLimits {
@@ -81,6 +87,8 @@ pub fn channel(world: &World, addr: &str, expected: ExpectedPeer, limits: RpcLim
         .http2_keep_alive_interval(limits.keepalive_interval)
         .keep_alive_timeout(limits.keepalive_timeout)
         .keep_alive_while_idle(true)
+        .initial_stream_window_size(STREAM_WINDOW)
+        .initial_connection_window_size(CONNECTION_WINDOW)
         .concurrency_limit(limits.calls_max);
     let connector = {
         let (world, addr) = (world.clone(), addr.to_owned());

@@ -1,6 +1,7 @@
 //! Tests over real sockets on port 0. The service under test is health: its code is generated already, and it has a
 //! unary call and a stream.
 
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 use async_trait::async_trait;
@@ -19,6 +20,7 @@ use tonic_reflection::pb::v1::ServerReflectionRequest;
 use tonic_reflection::pb::v1::server_reflection_client::ServerReflectionClient;
 use tonic_reflection::pb::v1::server_reflection_request::MessageRequest;
 use tonic_reflection::pb::v1::server_reflection_response::MessageResponse;
+use tower::ServiceExt as _;
 use tracing::{Instrument, info_span};
 use types::RequestId;
 
@@ -358,4 +360,42 @@ async fn messages_that_are_too_long_or_late_are_refused() {
         matches!(&late, Err(Refused(why)) if why.message().ends_with("did not arrive in time")),
         "{late:?}"
     );
+}
+
+/// Routes with an answer of 4 MiB, whose bytes are counted when they are sent.
+fn with_large_answers(n_sent: &Arc<AtomicUsize>) -> Routes {
+    const PART: usize = 16 << 10;
+    let mut routes = routes();
+    let count = Arc::clone(n_sent);
+    let answer = move || {
+        let count = Arc::clone(&count);
+        let parts = std::iter::repeat_n(Bytes::from_static(&[0; PART]), (4 << 20) / PART);
+        let counted = parts.inspect(move |_| _ = count.fetch_add(PART, Ordering::Relaxed));
+        std::future::ready(Body::from_stream(futures::stream::iter(counted.map(Ok::<_, io::Error>))))
+    };
+    let router = routes.axum_router_mut();
+    *router = std::mem::take(router).route("/large", axum::routing::post(answer));
+    routes
+}
+
+#[tokio::test]
+async fn answers_that_are_not_read_delay_no_other_call() {
+    let n_sent = Arc::default();
+    let served = Served::start(with_large_answers(&n_sent), ServerLimits::default()).await;
+    let channel = channel(&World::real(), &served.addr, ExpectedPeer::Registry, RpcLimits::default());
+    let others = async {
+        let mut unread = Vec::new();
+        for _ in 0..32 {
+            let request = HttpRequest::post("/large").body(tonic::body::Body::empty()).expect("a request");
+            unread.push(channel.clone().oneshot(request).await.expect("it answers"));
+        }
+        let mut before = 0;
+        while before == 0 || before < n_sent.load(Ordering::Relaxed) {
+            before = n_sent.load(Ordering::Relaxed);
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+        HealthClient::new(channel).check(whole_server()).await.expect("it serves");
+    };
+    timeout(WITHIN, others).await.expect("in time");
+    served.stop().await;
 }
