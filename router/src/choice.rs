@@ -25,7 +25,7 @@ pub struct Delta {
     /// The new text, and what a chat's answer has besides text. Empty while a character is incomplete, or while
     /// the text may be the beginning of a stop string or a tool call.
     pub parts: Parts,
-    /// The position of the new text in the answer, in characters.
+    /// The position of the step's text in the answer, in characters.
     pub offset: usize,
     pub step: Step,
     /// Why the answer ended; `None` before the last delta.
@@ -59,7 +59,6 @@ pub struct Choice {
     deadline: Pin<Box<Sleep>>,
     has_ended: bool,
     n_steps: u32,
-    n_characters: usize,
     /// What was read while other answers of the request began. The answer's tokens bound it.
     ahead: VecDeque<Delta>,
     origin: RequestOrigin,
@@ -87,7 +86,6 @@ impl Choice {
             deadline: Box::pin(sleep_until(deadline)),
             has_ended: false,
             n_steps: 0,
-            n_characters: 0,
             ahead: VecDeque::new(),
             origin,
         })
@@ -160,7 +158,7 @@ impl Choice {
     }
 
     fn delta(&mut self, step: Step) -> Delta {
-        let (mut text, offset) = (String::new(), self.n_characters);
+        let (mut text, offset) = (String::new(), self.detokenizer.n_characters());
         let stopped = self.detokenizer.push(step.token, &mut text).is_break();
         if stopped {
             self.generation.complete.say();
@@ -169,7 +167,6 @@ impl Choice {
         if finish.is_some() && !stopped {
             self.detokenizer.finish(&mut text);
         }
-        self.n_characters += text.chars().count();
         let explanation = finish.and_then(|_| self.explanation());
         let parts = match &mut self.parts {
             Some(parser) => {

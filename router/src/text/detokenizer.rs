@@ -22,6 +22,8 @@ pub struct Detokenizer {
     n_unsearched: u32,
     /// The special tokens whose names are part of the text. The names of others are not.
     shown: Vec<TokenId>,
+    /// The number of characters of all tokens so far, also of those that are held back.
+    n_characters: usize,
     /// A buffer for the characters between `characters` and `stop`, kept for its allocation.
     whole: String,
 }
@@ -34,6 +36,7 @@ impl Detokenizer {
             stop: StopScanner::new(stop.clone()),
             n_unsearched: min_tokens,
             shown: Vec::new(),
+            n_characters: 0,
             whole: String::new(),
         }
     }
@@ -53,12 +56,18 @@ impl Detokenizer {
         } else {
             self.characters.push(self.tokenizer.bytes_of(token), &mut self.whole);
         }
+        self.n_characters += self.whole.chars().count();
         if self.n_unsearched > 0 {
             self.n_unsearched -= 1;
             text.push_str(&self.whole);
             return ControlFlow::Continue(());
         }
         self.stop.push(&self.whole, text)
+    }
+
+    /// Returns the number of whole characters of the tokens so far: the position of the next token's text.
+    pub fn n_characters(&self) -> usize {
+        self.n_characters
     }
 
     /// Returns the stop string that is complete.

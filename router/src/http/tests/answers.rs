@@ -315,6 +315,28 @@ async fn logprobs_in_both_shapes() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn text_offset_counts_text_that_may_become_a_stop_string() {
+    let fake_serve = FakeServe::new(|_| {
+        let with_logprobs =
+            |step| types::Step { logprobs: Some(Logprobs { chosen: -0.5, top: vec![] }), ..step };
+        plays(steps_of("abc").into_iter().map(with_logprobs).collect())
+    });
+    for (stop, stream) in [("zz", false), ("abz", false), ("abz", true), ("bc", true)] {
+        let fields = json!({"logprobs": 0, "stop": stop, "stream": stream});
+        let answer = complete(&fake_serve, fields).await;
+        let parts = if stream { answer.events() } else { vec![answer.json()] };
+        let offsets: Vec<u64> = parts
+            .iter()
+            .filter_map(|part| part["choices"][0]["logprobs"]["text_offset"].as_array())
+            .flatten()
+            .filter_map(serde_json::Value::as_u64)
+            .collect();
+        let expected: &[u64] = if stop == "bc" { &[0, 1, 2] } else { &[0, 1, 2, 3] };
+        assert_eq!(offsets, expected, "{stop}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
 async fn chats_return_token_ids() {
     let answer = chat(&FakeServe::saying("A"), json!({"return_token_ids": true})).await.json();
     assert_eq!(answer["prompt_token_ids"], json!([258, 72, 105, 256, 259]));
