@@ -289,7 +289,7 @@ impl Acceptor {
                 "repetition_penalty",
                 params.repetition_penalty,
                 defaults.repetition_penalty,
-                (Bound::Excluded(0.0), Bound::Included(10.0)),
+                0.01..=10.0,
             )?,
             presence_penalty: penalty(
                 "presence_penalty",

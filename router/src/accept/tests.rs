@@ -173,7 +173,7 @@ async fn errors_of_bad_values_name_their_field() {
         (|params| params.top_p = Some(0.0), "top_p: above 0 and at most 1, not 0"),
         (|params| params.top_k = Some(-2), "top_k: a count, or -1 for all, not -2"),
         (|params| params.min_p = Some(1.5), "min_p: from 0 to 1, not 1.5"),
-        (|params| params.repetition_penalty = Some(0.0), "repetition_penalty: above 0 and at most 10, not 0"),
+        (|params| params.repetition_penalty = Some(0.001), "repetition_penalty: from 0.01 to 10, not 0.001"),
         (|params| params.presence_penalty = Some(3.0), "presence_penalty: from -2 to 2, not 3"),
         (|params| params.frequency_penalty = Some(-3.0), "frequency_penalty: from -2 to 2, not -3"),
         (|params| params.logprobs = Some(21), "top_logprobs: from 0 to 20, not 21"),

@@ -204,7 +204,7 @@ fn schema(name: &str) -> Value {
         "temperature" => number(0.0, 2.0),
         "top_p" => json!({ "type": "number", "exclusiveMinimum": 0, "maximum": 1 }),
         "min_p" => number(0.0, 1.0),
-        "repetition_penalty" => json!({ "type": "number", "exclusiveMinimum": 0, "maximum": 10 }),
+        "repetition_penalty" => json!({ "type": "number", "minimum": 0.01, "maximum": 10 }),
         "presence_penalty" | "frequency_penalty" => number(-2.0, 2.0),
         "top_k" => json!({ "type": "integer", "minimum": -1, "maximum": u32::MAX }),
         "seed" => json!({ "type": "integer" }),
