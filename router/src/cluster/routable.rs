@@ -88,7 +88,9 @@ impl RoutableNode {
         now: Instant,
     ) -> NodeAssignment {
         self.last_turn.store(turn, Ordering::Relaxed);
-        self.blocks.expect(hashes, now);
+        // A node keeps no blocks past the narrowest window for other prompts.
+        let n_kept = self.info.model.layout.blocks_seen_by_all().unwrap_or(usize::MAX);
+        self.blocks.expect(&hashes[..hashes.len().min(n_kept)], now);
         self.assigned.assign(work)
     }
 
@@ -135,5 +137,29 @@ impl Routable {
         let wanted = model.fingerprint.or_else(|| of_model?.in_force);
         let nodes = of_model.map_or(&[][..], |of_model| &of_model.nodes);
         nodes.iter().filter(move |(weights, _)| Some(*weights) == wanted).map(|(_, node)| node)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use types::Role;
+    use types::layout::Attention;
+
+    use super::*;
+    use crate::cluster::index::PrefixIndex;
+    use crate::fake_node::FakeNode;
+
+    #[test]
+    fn blocks_past_the_narrowest_window_are_not_expected() {
+        let hashes: Vec<BlockHash> = (1..6).map(BlockHash).collect();
+        for (attention, expected) in [(Attention::Full, 5), (Attention::SlidingWindow { tokens: 40 }, 2)] {
+            let mut info = FakeNode::new("d", Role::Decode, &[]).info;
+            info.model.layout.groups[0].attention = attention;
+            let (index, now) = (PrefixIndex::default(), Instant::now());
+            let node = RoutableNode::new(Arc::new(info), index.node());
+            let assigned = node.assign(&hashes, PromptWork::default(), 1, now);
+            assert_eq!(node.blocks.n_matched(&index.matches(&hashes, now)), expected, "{attention:?}");
+            drop(assigned);
+        }
     }
 }
