@@ -380,6 +380,21 @@ async fn a_prompt_without_kv_to_fetch_is_computed_by_the_decode_server() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn several_answers_of_vllm_are_computed_by_the_decode_server() {
+    let pools = Pools::start(Engine::Vllm).await;
+    pools.decode[0].does(Act::WithoutKv);
+    for (path, field, value) in [(CHAT, "n", json!(2)), ("/v1/completions", "prompt", json!(["a", "b"]))] {
+        let mut sent = chat(false);
+        sent[field] = value;
+        sent["kv_transfer_params"] = json!({ "remote_host": "of a client" });
+        assert_eq!(pools.post(path, &sent).await.0, 200);
+        sent.as_object_mut().expect("an object").remove("kv_transfer_params");
+        assert_eq!(pools.decode[0].seen().pop().expect("a request").json(), sent);
+    }
+    assert_eq!(pools.prefill[0].seen().len(), 0);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn admission_keys_and_records_are_those_of_own_nodes() {
     let folder = tempfile::tempdir().expect("a folder");
     let key_file = folder.path().join("key");

@@ -17,6 +17,7 @@ use axum::routing::{get, post};
 use bytes::{Bytes, BytesMut};
 use futures::{Stream, StreamExt as _};
 use http::{HeaderMap, HeaderName, HeaderValue, header};
+use serde::de::IgnoredAny;
 use serde_json::{Map, Value};
 use tracing::{Span, info};
 
@@ -134,8 +135,19 @@ fn fields_of(body: &[u8]) -> Result<Fields<'_>, HttpError> {
         .map_err(|error| body::parse::<Map<String, Value>>(body).err().unwrap_or_else(|| error.into()))
 }
 
+/// Returns the number of answers to all prompts.
 fn n_answers(fields: &Fields<'_>) -> usize {
-    fields.get::<u32>("n").unwrap_or(1).clamp(1, N_MAX) as usize
+    // The engines take a number such as 2.0 for the integer.
+    let n = (fields.get::<f64>("n").unwrap_or(1.0) as u32).clamp(1, N_MAX) as usize;
+    n.saturating_mul(n_prompts(fields))
+}
+
+/// Returns the number of prompts. A list of token ids is one.
+fn n_prompts(fields: &Fields<'_>) -> usize {
+    if fields.get::<Vec<u32>>("prompt").is_some() {
+        return 1;
+    }
+    fields.get::<Vec<IgnoredAny>>("prompt").map_or(1, |prompts| prompts.len())
 }
 
 /// Returns the headers of one connection: the known ones, and those that the header `connection` names.
@@ -372,6 +384,21 @@ mod tests {
             passed.keys().map(HeaderName::as_str).collect::<Vec<_>>(),
             ["content-type", "x-data-parallel-rank"]
         );
+    }
+
+    #[test]
+    fn each_answer_to_each_prompt_counts() {
+        for (body, expected) in [
+            (r#"{"prompt": "a"}"#, 1),
+            (r#"{"prompt": [1, 2, 3], "n": 2}"#, 2),
+            (r#"{"prompt": ["a", "b"], "n": 2}"#, 4),
+            (r#"{"prompt": [[1, 2], [3]]}"#, 2),
+            (r#"{"prompt": [], "n": 0}"#, 1),
+            (r#"{"messages": [{}, {}], "n": 2.0}"#, 2),
+            (r#"{"n": "x"}"#, 1),
+        ] {
+            assert_eq!(n_answers(&fields_of(body.as_bytes()).expect("an object")), expected, "{body}");
+        }
     }
 
     #[test]

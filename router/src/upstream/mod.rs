@@ -247,7 +247,7 @@ impl Upstream {
         let (mut failed, mut last) = (Vec::new(), None::<FailedLeg>);
         for _ in 0..*attempts_max {
             record.enter(Place::Route);
-            let route = match self.route(request.legs, &failed) {
+            let route = match self.route(request, &failed) {
                 Ok(route) => route,
                 // The servers that are left are down, or have failed this request.
                 Err(reason) if last.is_none() => return Err(ServeError::NoNodes { reason }),
@@ -276,12 +276,17 @@ impl Upstream {
         }
     }
 
-    fn route(&self, legs: Legs, failed: &[String]) -> Result<UpstreamRoute, String> {
+    /// Chooses servers. An answer of vLLM's prefill server describes the KV of one sequence, so a decode server computes the
+    /// prompts of several answers.
+    fn route(&self, request: &UpstreamRequest, failed: &[String]) -> Result<UpstreamRoute, String> {
         let now = self.0.world.now();
         let place = |role| self.0.pools.of(role).place(failed, now);
-        match legs {
-            Legs::Only(role) => Ok(UpstreamRoute::One { role, place: place(role)? }),
-            Legs::Both => {
+        match (request.legs, self.kind()) {
+            (Legs::Only(role), _) => Ok(UpstreamRoute::One { role, place: place(role)? }),
+            (Legs::Both, EngineKind::Vllm) if request.n_answers > 1 => {
+                Ok(UpstreamRoute::One { role: LegRole::Decode, place: place(LegRole::Decode)? })
+            }
+            (Legs::Both, _) => {
                 Ok(UpstreamRoute::Two { prefill: place(LegRole::Prefill)?, decode: place(LegRole::Decode)? })
             }
         }
@@ -296,7 +301,11 @@ impl Upstream {
         match (route, self.kind()) {
             (UpstreamRoute::One { role, place }, _) => {
                 record.enter(if role == LegRole::Prefill { Place::Prefill } else { Place::Decode });
-                let begun = self.leg(role, place, request, request.body.clone()).begin().await?;
+                let body = match request.legs {
+                    Legs::Both => without_kv(&request.body),
+                    Legs::Only(_) => request.body.clone(),
+                };
+                let begun = self.leg(role, place, request, body).begin().await?;
                 Ok(StartedAnswer::of_legs(begun, None, &self.0.gate))
             }
             (UpstreamRoute::Two { prefill, decode }, EngineKind::Vllm) => {
@@ -409,6 +418,13 @@ fn vllm_prefill(mut fields: Fields<'_>) -> Bytes {
     fields.set("max_tokens", &1);
     fields.replace("max_completion_tokens", &1);
     ["stream_options", "min_tokens", "min_completion_tokens"].iter().for_each(|name| fields.remove(name));
+    fields.write()
+}
+
+/// Returns the body of a leg that computes its prompts itself.
+fn without_kv(body: &[u8]) -> Bytes {
+    let mut fields = Fields::parse(body).expect("the request's fields have been read");
+    fields.remove(KV_PARAMS);
     fields.write()
 }
 
