@@ -395,6 +395,15 @@ async fn several_answers_of_vllm_are_computed_by_the_decode_server() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn only_answers_for_clients_may_be_compressed() {
+    let pools = Pools::start(Engine::Vllm).await;
+    let headers = [("accept-encoding", "gzip".to_owned())];
+    assert_eq!(pools.client().post_with(CHAT, &headers, chat(false).to_string()).await.0, StatusCode::OK);
+    let asked = |server: &EngineServer| server.seen()[0].headers.contains_key("accept-encoding");
+    assert_eq!((asked(&pools.prefill[0]), asked(&pools.decode[0])), (false, true));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn admission_keys_and_records_are_those_of_own_nodes() {
     let folder = tempfile::tempdir().expect("a folder");
     let key_file = folder.path().join("key");

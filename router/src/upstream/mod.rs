@@ -329,7 +329,9 @@ impl Upstream {
     ) -> Result<StartedAnswer, FailedLeg> {
         let fields = Fields::parse(&request.body).expect("the request's fields have been read");
         record.enter(Place::Prefill);
-        let leg = self.leg(LegRole::Prefill, prefill, request, vllm_prefill(fields.clone()));
+        let mut leg = self.leg(LegRole::Prefill, prefill, request, vllm_prefill(fields.clone()));
+        // This router reads the answer, and it does not decompress.
+        leg.request.headers_mut().remove(header::ACCEPT_ENCODING);
         let computed = leg.whole().await?;
         let params = Fields::parse(&computed).ok().and_then(|computed| computed.get::<Value>(KV_PARAMS));
         let mut fields = fields;
