@@ -16,7 +16,8 @@ use axum::response::Response;
 use axum::routing::{get, post};
 use bytes::{Bytes, BytesMut};
 use futures::{Stream, StreamExt as _};
-use http::{HeaderMap, HeaderName, HeaderValue, header};
+use http::response::Parts;
+use http::{HeaderMap, HeaderName, HeaderValue, Version, header};
 use serde::de::IgnoredAny;
 use serde_json::{Map, Value};
 use tracing::{Span, info};
@@ -168,8 +169,19 @@ fn passed_on(headers: &HeaderMap) -> HeaderMap {
     kept.map(|(name, value)| (name.clone(), value.clone())).collect()
 }
 
+/// Returns the head of an answer without what is of the server's connection, and without the server's CORS headers, because
+/// this router says which pages may read its answers.
+fn passed_back(mut head: Parts) -> Parts {
+    let cors = head.headers.keys().filter(|name| name.as_str().starts_with("access-control-"));
+    let removed: Vec<HeaderName> = cors.cloned().chain(of_connection(&head.headers)).collect();
+    removed.iter().for_each(|name| drop(head.headers.remove(name)));
+    head.version = Version::default();
+    head
+}
+
 fn respond(answer: UpstreamAnswer, detail: Detail) -> Response {
     let UpstreamAnswer { head, record, bytes } = answer;
+    let head = passed_back(head);
     let of_events = head.headers.get(header::CONTENT_TYPE).map(HeaderValue::as_bytes);
     let format = match of_events {
         Some(kind) if kind.starts_with(b"text/event-stream") => BytesFormat::Events(Boundary::At),
@@ -177,11 +189,11 @@ fn respond(answer: UpstreamAnswer, detail: Detail) -> Response {
     };
     let passing = Passing { bytes, format, span: Span::current() };
     let mut response = Response::from_parts(head, Body::from_stream(Gathered::of(passing.into_stream())));
-    let headers = response.headers_mut();
-    of_connection(headers).iter().for_each(|name| drop(headers.remove(name)));
     if detail == Detail::Explained {
         let text = explained(0, &record.explanation()).to_string();
-        headers.insert(EXPLANATION, HeaderValue::from_str(&text).expect("names and numbers are plain text"));
+        response
+            .headers_mut()
+            .insert(EXPLANATION, HeaderValue::from_str(&text).expect("names and numbers are plain text"));
     }
     response
 }
@@ -384,6 +396,20 @@ mod tests {
             passed.keys().map(HeaderName::as_str).collect::<Vec<_>>(),
             ["content-type", "x-data-parallel-rank"]
         );
+    }
+
+    #[test]
+    fn only_this_router_names_the_pages_that_read_an_answer() {
+        let answer = http::Response::builder()
+            .version(Version::HTTP_10)
+            .header("content-type", "application/json")
+            .header("connection", "x-hop")
+            .header("x-hop", "v")
+            .header("access-control-allow-origin", "*")
+            .header("access-control-allow-credentials", "true");
+        let head = passed_back(answer.body(()).expect("an answer").into_parts().0);
+        let names: Vec<&str> = head.headers.keys().map(HeaderName::as_str).collect();
+        assert_eq!((names, head.version), (vec!["content-type"], Version::HTTP_11));
     }
 
     #[test]
