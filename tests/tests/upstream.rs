@@ -362,6 +362,9 @@ async fn other_endpoints_need_one_server() {
             let servers = if at_prefill { &pools.prefill } else { &pools.decode };
             assert_eq!(servers[0].seen().pop().expect("a request").json(), json!({ "input": "x" }));
         }
+        let recording = "x".repeat(9 << 20);
+        let (status, _, body) = pools.client().post("/v1/audio/transcriptions", recording).await;
+        assert_eq!(status.as_u16(), 200, "{body}");
         assert_eq!(pools.client().get_json("/v1/models").await["data"][0]["id"], "m");
         for path in ["/flush_cache", "/sleep", "/v1/load_lora_adapter"] {
             assert_eq!(pools.post(path, &json!({})).await.0, 404, "{path} is for operators");

@@ -56,6 +56,9 @@ const PREFILL: &[&str] = &[
 const DECODE: &[&str] =
     &["/v1/responses", "/v1/messages", "/v1/audio/transcriptions", "/v1/audio/translations"];
 
+/// The largest body of a request: images and recordings are larger than text.
+const BODY_BYTES_MAX: usize = 64 << 20;
+
 /// The bytes of text that count as one token against a tenant's limit, because the router has no tokenizer here.
 const BYTES_PER_TOKEN: usize = 4;
 
@@ -110,7 +113,7 @@ async fn forward(State(state): State<Passthrough>, request: Request) -> Result<R
     let RequestHead { id, client, headers } = RequestHead::from_request_parts(&mut parts, &api).await?;
     let mut caller = caller::caller(&api.acceptor, id, client, &headers)?;
     let within = api.body.within.min(api.world.left(caller.deadline));
-    let body = body::read(body, BodyLimits { within, ..api.body }).await?;
+    let body = body::read(body, BodyLimits { within, bytes_max: BODY_BYTES_MAX }).await?;
     caller.read = api.world.now();
     let path = parts.uri.path();
     let path = path.strip_prefix("/debug").unwrap_or(path);

@@ -200,7 +200,7 @@ async fn serve(State(shared): State<Arc<Shared>>, request: Request) -> Response 
     shared.running.fetch_add(1, Ordering::SeqCst);
     let running = Running(Arc::clone(&shared.running));
     let (head, body) = request.into_parts();
-    let body = axum::body::to_bytes(body, 1 << 20).await.expect("a small body");
+    let body = axum::body::to_bytes(body, 16 << 20).await.expect("a body");
     let path = head.uri.path().to_owned();
     locked(&shared.seen).push(Seen { path: path.clone(), headers: head.headers, body: body.clone() });
     let act = *locked(&shared.act);
