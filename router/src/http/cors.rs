@@ -4,9 +4,9 @@ use std::time::Duration;
 
 use axum::Router;
 use http::{HeaderName, HeaderValue, Method, header};
-use tower_http::cors::{AllowOrigin, CorsLayer};
+use tower_http::cors::{AllowHeaders, AllowOrigin, CorsLayer};
 
-use crate::admission::terms::{SHEDDABLE, SLO};
+use super::caller::REQUEST_ID;
 
 /// How long a browser may keep the answer to a preflight request.
 const PREFLIGHT_KEPT: Duration = Duration::from_secs(600);
@@ -38,18 +38,12 @@ impl CorsOrigins {
             Self::Any => AllowOrigin::any(),
             Self::These(origins) => AllowOrigin::list(origins.iter().cloned()),
         };
-        let own = ["x-request-id", "x-baton-priority", "x-baton-timeout-ms", SLO, SHEDDABLE];
-        let own = own.map(HeaderName::from_static);
         let cors = CorsLayer::new()
             .allow_origin(origins)
             .allow_methods([Method::GET, Method::POST])
-            .allow_headers(
-                [header::AUTHORIZATION, header::CONTENT_TYPE]
-                    .into_iter()
-                    .chain(own.clone())
-                    .collect::<Vec<_>>(),
-            )
-            .expose_headers([own[0].clone(), header::RETRY_AFTER])
+            // The official clients send headers of their own.
+            .allow_headers(AllowHeaders::mirror_request())
+            .expose_headers([HeaderName::from_static(REQUEST_ID), header::RETRY_AFTER])
             .max_age(PREFLIGHT_KEPT);
         routes.layer(cors)
     }
@@ -95,6 +89,9 @@ mod tests {
         );
     }
 
+    /// Headers that the official clients of OpenAI and Anthropic send from a page.
+    const HEADERS: &str = "authorization,content-type,x-api-key,anthropic-version,x-stainless-os";
+
     async fn ask(origins: &[&str], method: Method, origin: &str) -> Response<Body> {
         let routes = Router::new().route("/v1/completions", post(async || "answer"));
         let request = Request::builder()
@@ -102,7 +99,7 @@ mod tests {
             .uri("/v1/completions")
             .header("origin", origin)
             .header("access-control-request-method", "POST")
-            .header("access-control-request-headers", "authorization,content-type");
+            .header("access-control-request-headers", HEADERS);
         let request = request.body(Body::empty()).expect("a request");
         parse(origins).expect("origins").layer(routes).oneshot(request).await.expect("an answer")
     }
@@ -123,7 +120,7 @@ mod tests {
         }
         let preflight = ask(&[chat], Method::OPTIONS, chat).await;
         let headers = preflight.headers()["access-control-allow-headers"].to_str().expect("text");
-        assert!(headers.contains("authorization"), "{headers}");
+        assert_eq!(headers, HEADERS);
         assert_eq!(ask(&[], Method::OPTIONS, chat).await.status(), StatusCode::METHOD_NOT_ALLOWED);
     }
 }
