@@ -55,7 +55,8 @@ pub(crate) fn parse_request(api: &HttpApi, json: &[u8]) -> Result<ParsedRequest<
         let absent = || serde_json::from_str(absent).expect("the table has JSON");
         ((*name).to_owned(), value.unwrap_or_else(absent))
     };
-    let format = ResponsesFormat { repeated: REPEATED.iter().map(repeated).collect(), n_events: 0 };
+    let repeated = REPEATED.iter().map(repeated).collect();
+    let format = ResponsesFormat { repeated, seed: api.world.draw(), n_events: 0 };
     Ok(parse_chat(api, chat_of(fields)?, ResponsesFormat::NAMES)?.with_shape(format))
 }
 
@@ -237,6 +238,8 @@ fn tool_of(path: &str, mut tool: Value) -> Result<Value, AcceptError> {
 pub(crate) struct ResponsesFormat {
     /// The fields of the request that the answer repeats.
     repeated: Map<String, Value>,
+    /// A random number, for the ids of items: clients merge items with the same id.
+    seed: u64,
     n_events: u64,
 }
 
@@ -278,7 +281,8 @@ impl ResponsesFormat {
             Some(ChoiceFinish::Length) => (INCOMPLETE, json!({"reason": "max_output_tokens"})),
             Some(ChoiceFinish::Stop | ChoiceFinish::ToolCalls) => (COMPLETED, Value::Null),
         };
-        let output: Vec<Value> = answer.blocks.iter().map(|block| item(block, end_status(block))).collect();
+        let item = |block| self.item(block, end_status(block));
+        let output: Vec<Value> = answer.blocks.iter().map(item).collect();
         let mut response = json!({
             "id": context.id,
             "object": "response",
@@ -298,6 +302,37 @@ impl ResponsesFormat {
         }
         response
     }
+
+    fn item_id(&self, block: &Block) -> String {
+        let Self { seed, .. } = self;
+        match &block.kind {
+            BlockKind::Reasoning => format!("rs_{seed:016x}_{}", block.index),
+            BlockKind::Text => format!("msg_{seed:016x}_{}", block.index),
+            BlockKind::Call(start) => format!("fc_{}", start.id),
+        }
+    }
+
+    /// Returns the item of a block. It has no content while it is in progress.
+    fn item(&self, block: &Block, status: &str) -> Value {
+        let content = if status == IN_PROGRESS { json!([]) } else { json!([part(block)]) };
+        let id = self.item_id(block);
+        match &block.kind {
+            BlockKind::Reasoning => {
+                json!({"id": id, "type": "reasoning", "status": status, "summary": [], "content": content})
+            }
+            BlockKind::Text => {
+                json!({"id": id, "type": "message", "status": status, "role": "assistant", "content": content})
+            }
+            BlockKind::Call(start) => json!({
+                "id": id,
+                "type": "function_call",
+                "status": status,
+                "call_id": start.id,
+                "name": start.name,
+                "arguments": block.text,
+            }),
+        }
+    }
 }
 
 fn usage_of(answer: &BlockAnswer) -> Value {
@@ -311,41 +346,11 @@ fn usage_of(answer: &BlockAnswer) -> Value {
     })
 }
 
-fn item_id(block: &Block) -> String {
-    match &block.kind {
-        BlockKind::Reasoning => format!("rs_{}", block.index),
-        BlockKind::Text => format!("msg_{}", block.index),
-        BlockKind::Call(start) => format!("fc_{}", start.id),
-    }
-}
-
 /// Returns a block's text as the content part of its item.
 fn part(block: &Block) -> Value {
     match block.kind {
         BlockKind::Reasoning => json!({"type": "reasoning_text", "text": block.text}),
         _ => json!({"type": "output_text", "text": block.text, "annotations": []}),
-    }
-}
-
-/// Returns the item of a block. It has no content while it is in progress.
-fn item(block: &Block, status: &str) -> Value {
-    let content = if status == IN_PROGRESS { json!([]) } else { json!([part(block)]) };
-    let id = item_id(block);
-    match &block.kind {
-        BlockKind::Reasoning => {
-            json!({"id": id, "type": "reasoning", "status": status, "summary": [], "content": content})
-        }
-        BlockKind::Text => {
-            json!({"id": id, "type": "message", "status": status, "role": "assistant", "content": content})
-        }
-        BlockKind::Call(start) => json!({
-            "id": id,
-            "type": "function_call",
-            "status": status,
-            "call_id": start.id,
-            "name": start.name,
-            "arguments": block.text,
-        }),
     }
 }
 
@@ -360,13 +365,13 @@ impl BlockFormat for ResponsesFormat {
     fn block(&mut self, event: BlockEvent<'_>) -> Vec<NamedEvent> {
         let (BlockEvent::Begin(block) | BlockEvent::Piece(block, _) | BlockEvent::End(block)) = event;
         let place = |extra: Value| {
-            let mut data = json!({"output_index": block.index, "item_id": item_id(block)});
+            let mut data = json!({"output_index": block.index, "item_id": self.item_id(block)});
             if let (Some(data), Value::Object(extra)) = (data.as_object_mut(), extra) {
                 data.extend(extra);
             }
             data
         };
-        let of_item = |status| json!({"output_index": block.index, "item": item(block, status)});
+        let of_item = |status| json!({"output_index": block.index, "item": self.item(block, status)});
         let (delta, done) = match block.kind {
             BlockKind::Text => ("response.output_text.delta", "response.output_text.done"),
             BlockKind::Reasoning => ("response.reasoning_text.delta", "response.reasoning_text.done"),

@@ -255,6 +255,23 @@ async fn a_response_is_streamed_item_by_item() {
     assert_eq!(last["response"]["output"][1]["arguments"], "{\"city\": \"Paris\"}");
 }
 
+/// Clients keep the items of several responses, and merge those with the same id.
+#[tokio::test(start_paused = true)]
+async fn items_of_other_responses_have_other_ids() {
+    let app = app(&FakeServe::saying("Yes."));
+    let ask = async |fields| {
+        let request = http::Request::post("/v1/responses").body(response(fields).into()).unwrap();
+        send(app.clone(), request).await
+    };
+    let whole = ask(json!({})).await.json();
+    let streamed = events(&ask(json!({"stream": true})).await);
+    let (_, last) = &streamed[streamed.len() - 1];
+    let ids = [&whole, &last["response"]].map(|response| response["output"][0]["id"].as_str().unwrap());
+    assert!(ids[0] != ids[1] && ids.iter().all(|id| id.starts_with("msg_")), "{ids:?}");
+    let mut of_events = streamed.iter().filter_map(|(_, data)| data.get("item_id"));
+    assert!(of_events.all(|id| id == ids[1]), "{streamed:?}");
+}
+
 #[tokio::test(start_paused = true)]
 async fn refusals_name_the_field() {
     for (fields, place) in [
