@@ -256,8 +256,9 @@ fn refusal(endpoint: Endpoint, field: &WrittenField<'_>) -> Option<AcceptError> 
     let reason = match known(endpoint, name).map(|field| field.fate) {
         Some(FieldSupport::Honoured(_) | FieldSupport::Harmless(_)) => return None,
         Some(FieldSupport::Refused { reason, neutral }) => {
-            let value: Value = serde_json::from_slice(value).ok()?;
-            (!changes_nothing(&value, neutral)).then(|| reason.to_owned())
+            let is_neutral =
+                serde_json::from_slice(value).is_ok_and(|value| changes_nothing(&value, neutral));
+            (!is_neutral).then(|| reason.to_owned())
         }
         None => (*value != b"null").then(|| unknown(endpoint, name)),
     };

@@ -192,7 +192,8 @@ fn a_field_is_in_the_table_once() {
 
 #[test]
 fn every_field_has_the_fate_that_the_table_says() {
-    let something = [json!("something"), json!({"a": 1}), json!(["a"]), json!(7), json!(true)];
+    let deep = (0..200).fold(json!("something"), |inner, _| json!([inner]));
+    let something = [json!("something"), json!({"a": 1}), json!(["a"]), json!(7), json!(true), deep];
     for field in FIELDS {
         for endpoint in [Endpoint::Chat, Endpoint::Completions] {
             if !field.on.includes(endpoint) {
