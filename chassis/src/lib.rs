@@ -3,7 +3,7 @@
 //! Suggested reading order: time, randomness and network ([`world`], [`net`]); the authentication of callers
 //! ([`identity`]); the end of work ([`gate`], [`task`], [`shutdown`]); suspension in simulations ([`standstill`]);
 //! bounded counters ([`counted`]); configuration ([`config`], [`byte_size`], [`reload`]); telemetry ([`telemetry`], [`metrics`],
-//! [`admin`]); and servers ([`server`] with its [`connections`], [`rpc`]).
+//! [`admin`]); and servers ([`server`] with its [`connections`] and answers that are [`unread`], [`rpc`]).
 #![forbid(unsafe_code)]
 
 pub mod world;
@@ -23,6 +23,7 @@ mod process_usage;
 pub mod admin;
 pub mod connections;
 pub mod server;
+pub mod unread;
 pub mod rpc;
 pub mod guards;
 pub mod error;

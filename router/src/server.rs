@@ -196,7 +196,7 @@ impl Router {
         let api = self.api(serve.clone(), acceptor.clone());
         let (balance, balancing) = balance.unzip();
         let shown = DebugParts { balance, ..self.shown(&serve, metrics, upstream.clone()) };
-        let routes_of_api = ApiRoutes::new(api, upstream);
+        let routes_of_api = ApiRoutes::new(api, upstream, &self.gate);
         let refusals = self.world.identity().refusals().clone();
         let (http_key, admin_key) = self.keys.clone();
         let on_http = debug::router(shown.clone(), http_key, refusals.clone());
@@ -211,7 +211,7 @@ impl Router {
         let (models, metrics, world) = (self.models.clone(), router_metrics.clone(), self.world.clone());
         let api = GrpcApi { serve, models, acceptor, metrics, world, shutdown: closing.clone() };
         let grpc_close = Shutdown::new();
-        let routes = routes(self.embedded.as_ref(), api, &grpc_close);
+        let routes = routes(self.embedded.as_ref(), api, &grpc_close, &self.gate);
         let tls = self.certificate.as_ref().map_or(PortTls::Plaintext, Certificate::port_tls);
         let following_certificate = self
             .certificate
@@ -373,10 +373,11 @@ struct ApiRoutes {
 
 impl ApiRoutes {
     /// Makes the routes of Baton's own API, or of the engine's.
-    fn new(api: HttpApi, upstream: Option<Upstream>) -> Self {
+    fn new(api: HttpApi, upstream: Option<Upstream>, gate: &Gate) -> Self {
+        let bounded = |routes| chassis::unread::bounded(routes, CLIENT_WRITE_TIMEOUT, gate);
         match upstream {
             None => Self {
-                requests: http::api(api.clone()),
+                requests: bounded(http::api(api.clone())),
                 chat_box: http::chat_box(api.clone()),
                 pages: http::health(api.serve.clone()).merge(http::description(api)),
             },
@@ -384,7 +385,7 @@ impl ApiRoutes {
                 let ready = Arc::new(upstream.clone());
                 let state = Passthrough { api, upstream };
                 Self {
-                    requests: http::passthrough(state.clone()),
+                    requests: bounded(http::passthrough(state.clone())),
                     chat_box: http::passthrough_chat_box(state),
                     pages: http::health(ready),
                 }
@@ -448,10 +449,11 @@ async fn bind(world: &World, addr: &str) -> Result<(Box<dyn Listener>, SocketAdd
 
 /// Returns the gRPC services: generation for clients, the registry for nodes, health and reflection for all
 /// callers.
-fn routes(embedded: Option<&MemoryRegistry>, api: GrpcApi, shutdown: &Shutdown) -> Routes {
+fn routes(embedded: Option<&MemoryRegistry>, api: GrpcApi, shutdown: &Shutdown, gate: &Gate) -> Routes {
     let (routes, _health) = chassis::rpc::standard_services(&[proto::FILE_DESCRIPTOR_SET])
         .expect("our own descriptors are well-formed");
-    let routes = routes.add_service(api.server());
+    let routes = routes.add_service(api.server()).into_axum_router();
+    let routes = Routes::from(chassis::unread::bounded(routes, CLIENT_WRITE_TIMEOUT, gate));
     match embedded {
         Some(registry) => routes.add_service(bootstrap_server(registry.clone(), shutdown.clone())),
         None => routes,
