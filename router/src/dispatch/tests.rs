@@ -162,14 +162,15 @@ async fn prompts_that_come_together_do_not_take_each_other_s_node() {
     let (p, d) = (prefill("p", &[FakeResponse::Hang]), decode("d", &[FakeResponse::Hang]));
     let policy = Box::new(SlowPolicy(Arc::clone(&seen)));
     let cluster = test_cluster_with(policy, Order::DecodeFirst, &[&p, &d]).await;
+    let gate = Gate::new("clients");
     let asked = [(); 3].map(|()| {
         let (dispatch, prompt) = (cluster.dispatch.clone(), cluster.prompt(3));
-        tokio::spawn(async move { dispatch.generate(prompt, Arrival::now()).await })
+        spawn_guarded(&gate, "client", async move { dispatch.generate(prompt, Arrival::now()).await })
     });
     while seen.lock().expect("no panic").len() < asked.len() {
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
-    asked.iter().for_each(tokio::task::JoinHandle::abort);
+    drop(asked);
     assert_eq!(*seen.lock().expect("no panic"), [0, 2, 4]);
 }
 
