@@ -21,6 +21,10 @@ use crate::text::reasoning::{ReasoningRules, ReasoningTags};
 use crate::text::{Chat, ChatTemplate, PromptText, ServedModel};
 use tools::Tools;
 
+/// The mark behind the last message's text, where a rendered chat is cut for an answer that continues this text. Its space
+/// shows whether the template keeps spaces at the end of a text.
+const END_OF_TEXT: &str = "BATON_END_OF_LAST_TEXT ";
+
 /// A chat as its client wrote it, unchecked.
 #[derive(Debug, Default, Deserialize)]
 pub(crate) struct ChatRequest {
@@ -31,6 +35,8 @@ pub(crate) struct ChatRequest {
     pub(crate) include_reasoning: Option<bool>,
     pub(crate) separate_reasoning: Option<bool>,
     pub(crate) add_generation_prompt: Option<bool>,
+    /// Whether the answer continues the last message. Then nothing opens a new one.
+    pub(crate) continue_final_message: Option<bool>,
     pub(crate) chat_template_kwargs: Option<Map<String, Value>>,
 }
 
@@ -69,10 +75,14 @@ impl ChatRequest {
         let demand = tools.as_mut().and_then(|tools| tools.demand.take());
         let included = self.include_reasoning.unwrap_or(true);
         let is_separate = self.separate_reasoning.unwrap_or(true);
+        let continues = self.continue_final_message.unwrap_or(false);
         let text = template.render(self.chat(world, template, tools)?)?;
+        let text = if continues { cut_behind_last_text(text)? } else { text };
         let opened = |tags: ReasoningTags| tags.opened_by(&text);
         let reasoning =
             template.reasoning().map(|tags| ReasoningRules { tags, opened: opened(tags), included });
+        // What continues an answer reasons only if the text ends in its reasoning.
+        let reasoning = reasoning.filter(|rules| rules.opened || !continues);
         let demanded = match (&demand, &tool_rules) {
             (Some(demand), Some(rules)) => {
                 let grammar = demand.grammar(model, rules, reasoning)?;
@@ -101,16 +111,53 @@ impl ChatRequest {
 
     fn chat(self, world: &World, template: &ChatTemplate, tools: Option<Tools>) -> Result<Chat, AcceptError> {
         let messages = self.messages.ok_or_else(|| AcceptError::missing("messages"))?;
-        let messages = messages::checked(messages, template.arguments())?;
+        let mut messages = messages::checked(messages, template.arguments())?;
+        let continues = self.continue_final_message.unwrap_or(false);
+        if continues && self.add_generation_prompt == Some(true) {
+            return Err(not_continued("`add_generation_prompt` begins a new message"));
+        }
+        if let Some(last) = messages.last_mut().filter(|_| continues) {
+            mark_end(last)?;
+        }
         let variables = self.chat_template_kwargs.into_iter().flatten();
         Ok(Chat {
             messages: Serde(messages).into(),
             tools: tools.map_or(TemplateValue::from(()), |tools| Serde(tools.fields).into()),
             variables: variables.map(|(name, value)| (name, TemplateValue::from(Serde(value)))).collect(),
-            add_generation_prompt: self.add_generation_prompt.unwrap_or(true),
+            add_generation_prompt: self.add_generation_prompt.unwrap_or(!continues),
             unix_seconds: world.unix_time().as_secs() as i64,
         })
     }
+}
+
+fn mark_end(last: &mut Value) -> Result<(), AcceptError> {
+    match last {
+        Value::Object(message) if message.contains_key("tool_calls") => {
+            Err(not_continued("the last message calls tools"))
+        }
+        _ => {
+            let text = last["content"].as_str().unwrap_or_default();
+            last["content"] = format!("{text}{END_OF_TEXT}").into();
+            Ok(())
+        }
+    }
+}
+
+/// Cuts a rendered chat at the mark behind its last text, as `transformers` does.
+fn cut_behind_last_text(mut text: String) -> Result<String, AcceptError> {
+    let Some(end) = text.rfind(END_OF_TEXT.trim_end()) else {
+        return Err(not_continued("the model's chat template does not write the last message's text"));
+    };
+    let keeps_spaces = text[end..].starts_with(END_OF_TEXT);
+    text.truncate(end);
+    if !keeps_spaces {
+        text.truncate(text.trim_end().len());
+    }
+    Ok(text)
+}
+
+fn not_continued(reason: &str) -> AcceptError {
+    AcceptError::invalid("continue_final_message", reason)
 }
 
 impl RenderedChat {
@@ -138,5 +185,30 @@ impl RenderedChat {
         }
         let inputs = AskedInputs { param: "messages", prompts: vec![AskedPrompt::Text(self.text)] };
         Ok(AskedRequest { model, inputs, params, parts: Some(self.parts) })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_chat_is_cut_behind_its_last_text() {
+        for (rendered, expected) in [
+            (
+                "<user>Hi<end><assistant>Sure, BATON_END_OF_LAST_TEXT <end>",
+                Some("<user>Hi<end><assistant>Sure, "),
+            ),
+            // The template removes spaces at the end of a text.
+            ("<assistant>Sure, BATON_END_OF_LAST_TEXT<end>", Some("<assistant>Sure,")),
+            ("<assistant>BATON_END_OF_LAST_TEXT <end>", Some("<assistant>")),
+            (
+                "<user>BATON_END_OF_LAST_TEXT <end><assistant>aBATON_END_OF_LAST_TEXT ",
+                Some("<user>BATON_END_OF_LAST_TEXT <end><assistant>a"),
+            ),
+            ("<user>Hi<end>", None),
+        ] {
+            assert_eq!(cut_behind_last_text(rendered.to_owned()).ok().as_deref(), expected, "{rendered}");
+        }
     }
 }

@@ -75,6 +75,7 @@ pub(super) fn chat(chat: v1::Chat) -> Result<ChatRequest, AcceptError> {
         include_reasoning: chat.include_reasoning,
         separate_reasoning: chat.separate_reasoning,
         add_generation_prompt: chat.add_generation_prompt,
+        continue_final_message: chat.continue_final_message,
         chat_template_kwargs: given(chat.chat_template_kwargs).map(template_kwargs).transpose()?,
     })
 }

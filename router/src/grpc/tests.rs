@@ -52,10 +52,9 @@ fn demo() -> ServedModel {
 type Filled = fn(&mut v1::GenerateRequest);
 
 fn text() -> v1::GenerateRequest {
-    let input = Some(Input::Text("Hi".to_owned()));
     v1::GenerateRequest {
         model: "org/mock".to_owned(),
-        input,
+        input: Some(Input::Text("Hi".to_owned())),
         request_id: "r1".to_owned(),
         ..Default::default()
     }
@@ -388,10 +387,11 @@ async fn reasoning_and_template_arguments_are_the_same_over_both() {
     })
     .await;
     assert_eq!(answers[0].text, THOUGHT);
-    let fields = json!({"chat_template_kwargs": {"mood": 1}, "add_generation_prompt": false});
+    let fields = json!({"chat_template_kwargs": {"mood": 1}, "add_generation_prompt": false, "continue_final_message": true});
     check(reasoning, "Yes.", CHATS, fields, |request| {
-        chat(request).chat_template_kwargs = "{\"mood\": 1}".to_owned();
-        chat(request).add_generation_prompt = Some(false);
+        let chat = chat(request);
+        chat.chat_template_kwargs = "{\"mood\": 1}".to_owned();
+        (chat.add_generation_prompt, chat.continue_final_message) = (Some(false), Some(true));
     })
     .await;
 }

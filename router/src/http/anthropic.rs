@@ -6,7 +6,7 @@ use types::Usage;
 use super::answer::{AnswerContext, AnswerShape};
 use super::api::{HttpApi, ParsedRequest};
 use super::blocks::{Block, BlockAnswer, BlockEvent, BlockFormat, BlockKind, NamedEvent};
-use super::conversion::{kind, list, move_tools, moved, only, parse_chat, present, text_of};
+use super::conversion::{blocks, kind, list, move_tools, moved, only, parse_chat, present, text_of};
 use super::error::{FieldNames, HttpError};
 use super::{body, request_fields};
 use crate::choice::ChoiceFinish;
@@ -45,6 +45,11 @@ fn chat_of(mut fields: Map<String, Value>) -> Result<Map<String, Value>, AcceptE
     for (at, message) in list("messages", given)?.into_iter().enumerate() {
         add_message(&mut messages, &format!("messages[{at}]"), message)?;
     }
+    // The answer continues an assistant's text at the end.
+    let is_begun = messages.last().is_some_and(|last| {
+        last["role"] == "assistant" && last["content"] != "" && last["tool_calls"].is_null()
+    });
+    chat.insert("continue_final_message".to_owned(), is_begun.into());
     chat.insert("messages".to_owned(), messages.into());
     move_tools(&mut fields, &mut chat, tool_of)?;
     if let Some(choice) = present(fields.remove("tool_choice")) {
@@ -64,8 +69,8 @@ fn texts(path: &str, content: Value) -> Result<Value, AcceptError> {
     if content.is_string() {
         return Ok(content);
     }
-    let blocks = list(path, content)?.into_iter().enumerate();
-    let parts = blocks.map(|(at, block)| match kind(&block) {
+    let given = blocks(path, content)?.into_iter().enumerate();
+    let parts = given.map(|(at, block)| match kind(&block) {
         "text" => text_part(&format!("{path}[{at}]"), &block),
         other => Err(only(format!("{path}[{at}].type"), "text", other)),
     });
@@ -94,8 +99,12 @@ fn add_message(messages: &mut Vec<Value>, path: &str, mut message: Value) -> Res
 }
 
 fn add_user(messages: &mut Vec<Value>, path: &str, content: Value) -> Result<(), AcceptError> {
+    let given = blocks(path, content)?;
+    if given.is_empty() {
+        return Err(AcceptError::invalid(path.to_owned(), "a message of a user has a block"));
+    }
     let mut parts = Vec::new();
-    for (at, mut block) in list(path, content)?.into_iter().enumerate() {
+    for (at, mut block) in given.into_iter().enumerate() {
         match kind(&block) {
             "text" => parts.push(text_part(&format!("{path}[{at}]"), &block)?),
             "tool_result" => {
@@ -120,7 +129,7 @@ fn assistant(path: &str, content: Value) -> Result<Value, AcceptError> {
         return Ok(json!({"role": "assistant", "content": content}));
     }
     let (mut text, mut reasoning, mut calls) = (String::new(), String::new(), Vec::new());
-    for (at, block) in list(path, content)?.into_iter().enumerate() {
+    for (at, block) in blocks(path, content)?.into_iter().enumerate() {
         match kind(&block) {
             "text" => text.push_str(&text_of(&format!("{path}[{at}]"), &block, "text")?),
             "thinking" => reasoning.push_str(block["thinking"].as_str().unwrap_or_default()),
@@ -165,6 +174,7 @@ fn tool_choice(choice: &Value) -> Result<Value, AcceptError> {
         "none" => Ok("none".into()),
         "any" => Ok("required".into()),
         "tool" => Ok(json!({"type": "function", "function": {"name": choice["name"]}})),
+        _ if !choice.is_object() => Err(AcceptError::invalid("tool_choice", "expected an object")),
         other => Err(AcceptError::invalid("tool_choice.type", format!("unknown choice `{other}`"))),
     }
 }
@@ -192,6 +202,7 @@ pub(crate) struct MessagesFormat;
 impl AnswerShape for MessagesFormat {
     const ID: &'static str = "msg_";
     const NAMES: FieldNames = &[
+        ("continue_final_message", "messages"),
         ("stop", "stop_sequences"),
         ("parallel_tool_calls", "tool_choice.disable_parallel_tool_use"),
         ("tool_choice.function", "tool_choice"),

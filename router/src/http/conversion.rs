@@ -63,6 +63,14 @@ pub(super) fn list(path: &str, value: Value) -> Result<Vec<Value>, AcceptError> 
     }
 }
 
+/// Returns the blocks of content that may be a string too.
+pub(super) fn blocks(path: &str, content: Value) -> Result<Vec<Value>, AcceptError> {
+    match content {
+        Value::Array(blocks) => Ok(blocks),
+        _ => Err(AcceptError::invalid(path.to_owned(), "expected a string or a list")),
+    }
+}
+
 /// Returns the text in a field of the object at `path`.
 pub(super) fn text_of(path: &str, object: &Value, name: &str) -> Result<String, AcceptError> {
     match object.get(name) {

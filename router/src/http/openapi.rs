@@ -189,6 +189,7 @@ fn schema(name: &str) -> Value {
         | "ignore_eos"
         | "echo"
         | "add_generation_prompt"
+        | "continue_final_message"
         | "include_reasoning"
         | "separate_reasoning"
         | "parallel_tool_calls" => json!({ "type": "boolean" }),

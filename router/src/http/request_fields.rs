@@ -82,6 +82,7 @@ pub(crate) const FIELDS: &[RequestField] = &[
     honoured("best_of", FieldEndpoints::Both, "it must equal `n`"),
     honoured("cache_salt", FieldEndpoints::Both, "only requests with the same salt share cached KV"),
     honoured("chat_template_kwargs", FieldEndpoints::Chat, ""),
+    honoured("continue_final_message", FieldEndpoints::Chat, ""),
     honoured(
         "echo",
         FieldEndpoints::Completions,
@@ -175,7 +176,6 @@ pub(crate) const FIELDS: &[RequestField] = &[
     refused("bootstrap_port", "Baton hands KV over by itself"),
     refused("bootstrap_room", "Baton hands KV over by itself"),
     refused("chat_template", "the model's own is used"),
-    refused("continue_final_message", "use /v1/completions with the text so far"),
     refused("custom_logit_processor", "code of clients is not run"),
     refused("custom_params", "code of clients is not run"),
     refused("data_parallel_rank", "the router chooses the nodes"),

@@ -7,7 +7,7 @@ use types::Usage;
 use super::answer::{AnswerContext, AnswerShape};
 use super::api::{HttpApi, ParsedRequest};
 use super::blocks::{Block, BlockAnswer, BlockEvent, BlockFormat, BlockKind, NamedEvent};
-use super::conversion::{kind, list, move_tools, moved, only, parse_chat, present, text_of};
+use super::conversion::{blocks, kind, move_tools, moved, only, parse_chat, present, text_of};
 use super::error::{FieldNames, HttpError};
 use super::{body, request_fields};
 use crate::choice::ChoiceFinish;
@@ -73,7 +73,7 @@ fn chat_of(mut fields: Map<String, Value>) -> Result<Map<String, Value>, AcceptE
     match fields.remove("input").ok_or_else(|| AcceptError::missing("input"))? {
         Value::String(text) => messages.push(json!({"role": "user", "content": text})),
         input => {
-            for (at, item) in list("input", input)?.into_iter().enumerate() {
+            for (at, item) in blocks("input", input)?.into_iter().enumerate() {
                 add_item(&mut messages, &format!("input[{at}]"), item)?;
             }
         }
@@ -212,7 +212,7 @@ fn texts(path: &str, content: Value) -> Result<Value, AcceptError> {
         return Ok(content);
     }
     let mut joined = Vec::new();
-    for (at, part) in list(path, content)?.into_iter().enumerate() {
+    for (at, part) in blocks(path, content)?.into_iter().enumerate() {
         match (kind(&part), part.get("text").and_then(Value::as_str)) {
             ("input_text" | "output_text" | "reasoning_text" | "text", Some(text)) => {
                 joined.push(text.to_owned())

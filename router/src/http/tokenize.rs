@@ -33,7 +33,8 @@ struct TokenizeFields {
 }
 
 /// The fields of `others` that a chat's prompt depends on. [`ChatRequest`] reads them.
-const CHAT_FIELDS: &[&str] = &["add_generation_prompt", "chat_template_kwargs", "tools"];
+const CHAT_FIELDS: &[&str] =
+    &["add_generation_prompt", "chat_template_kwargs", "continue_final_message", "tools"];
 
 #[derive(Debug, Deserialize)]
 struct DetokenizeFields {

@@ -88,6 +88,28 @@ async fn the_conversation_is_in_the_prompt() {
     assert!(prompt.ends_with(turns), "{prompt}");
 }
 
+/// An assistant's text at the end is the beginning of the answer, as in Anthropic's API.
+#[tokio::test(start_paused = true)]
+async fn an_answer_continues_the_assistants_text() {
+    let call = json!({"type": "tool_use", "id": "c1", "name": "weather", "input": {}});
+    for (content, continued) in [
+        (json!("It is"), Some("Weather?It is")),
+        (json!([{"type": "text", "text": "It is "}]), Some("Weather?It is ")),
+        (json!([{"type": "text", "text": "I look."}, call]), None),
+        (json!(""), None),
+    ] {
+        let fake_serve = FakeServe::saying(" sunny.");
+        let history =
+            json!([{"role": "user", "content": "Weather?"}, {"role": "assistant", "content": content}]);
+        let answer = post(&fake_serve, "/v1/messages", messages(json!({"messages": history}))).await;
+        assert_eq!(answer.json()["content"], json!([{"type": "text", "text": " sunny."}]));
+        let (prompt, last) = (fake_serve.prompt_text(), fake_serve.seen()[0].tokens.last().copied());
+        let is_text = last.is_some_and(|token| token.0 < 256);
+        assert_eq!(is_text, continued.is_some(), "{content}: {prompt}");
+        assert!(continued.is_none_or(|text| prompt.ends_with(text)), "{prompt}");
+    }
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_message_is_streamed_block_by_block() {
     let fake_serve = FakeServe::saying(CALL);
@@ -282,6 +304,16 @@ async fn refusals_name_the_field() {
             "messages[0].content[0].type",
         ),
         (json!({"tools": [{"type": "web_search_20250305", "name": "w"}]}), "tools[0].type"),
+        (
+            json!({"messages": [{"role": "user", "content": []}]}),
+            "messages[0].content: a message of a user has",
+        ),
+        (
+            json!({"messages": [{"role": "user", "content": 5}]}),
+            "messages[0].content: expected a string or a list",
+        ),
+        (json!({"system": 5}), "system: expected a string or a list"),
+        (json!({"tool_choice": "auto"}), "tool_choice: expected an object"),
         (json!({"tool_choice": {"type": "any"}}), "tool_choice"),
         (json!({"tool_choice": {"type": "maybe"}}), "tool_choice.type"),
         (json!({"thinking": {"type": "enabled", "budget_tokens": 1024}}), "thinking.budget_tokens"),

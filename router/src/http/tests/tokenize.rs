@@ -32,6 +32,8 @@ async fn a_chat_becomes_the_tokens_that_the_model_reads() {
     let open =
         answer("/tokenize", json!({"messages": messages, "add_generation_prompt": false})).await.json();
     assert_eq!(open["tokens"], json!([258, 72, 105, 256]));
+    let continued = json!({"messages": messages, "continue_final_message": true});
+    assert_eq!(answer("/tokenize", continued).await.json()["tokens"], json!([258, 72, 105]));
 }
 
 #[tokio::test(start_paused = true)]
@@ -45,7 +47,7 @@ async fn wrong_requests_are_refused_by_name() {
         ("/tokenize", json!({"prompt": "a", "model": "other"}), "model"),
         (
             "/tokenize",
-            json!({"messages": messages, "continue_final_message": true}),
+            json!({"messages": messages, "continue_final_message": true, "add_generation_prompt": true}),
             "continue_final_message",
         ),
         ("/tokenize", json!({"messages": messages, "add_special_tokens": true}), "add_special_tokens"),
