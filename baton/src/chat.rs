@@ -5,6 +5,7 @@ use std::process::ExitCode;
 
 use http_body_util::{BodyExt as _, Full};
 use hyper::body::{Bytes, Incoming};
+use hyper::header::{HeaderMap, HeaderName, HeaderValue};
 use hyper::{Request, Response, StatusCode};
 use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::HttpConnector;
@@ -22,7 +23,7 @@ pub(crate) fn run(args: &ChatArgs) -> Result<ExitCode, CommandError> {
     interrupt::says("interrupted")?;
     let runtime =
         tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(CommandError::start)?;
-    let endpoint = Endpoint::new(&args.url)?;
+    let endpoint = Endpoint::new(&args.url, &args.header)?;
     let model = match &args.model {
         Some(model) => model.clone(),
         None => runtime.block_on(endpoint.first_model())?,
@@ -146,16 +147,24 @@ fn piece_of(event: &str) -> Result<String, CommandError> {
 /// The address of an OpenAI-compatible endpoint, and its client.
 struct Endpoint {
     base: String,
+    /// The headers of every request.
+    headers: HeaderMap,
     client: Client<HttpConnector, Full<Bytes>>,
 }
 
 impl Endpoint {
-    fn new(url: &str) -> Result<Self, CommandError> {
+    fn new(url: &str, headers: &[(String, String)]) -> Result<Self, CommandError> {
         let base = http_url::parse(url)?;
         // A trailing `/v1` is removed, because other clients use the address with it.
         let base = base.strip_suffix("/v1").unwrap_or(&base).to_owned();
+        let header = |(name, value): &(String, String)| {
+            let name: HeaderName = name.parse().map_err(CommandError::usage)?;
+            let value: HeaderValue = value.parse().map_err(CommandError::usage)?;
+            Ok((name, value))
+        };
+        let headers = headers.iter().map(header).collect::<Result<_, CommandError>>()?;
         let client = Client::builder(TokioExecutor::new()).build_http();
-        Ok(Self { base, client })
+        Ok(Self { base, headers, client })
     }
 
     async fn first_model(&self) -> Result<String, CommandError> {
@@ -175,7 +184,8 @@ impl Endpoint {
         self.send(request.body(Full::from(body.to_string())).map_err(CommandError::usage)?).await
     }
 
-    async fn send(&self, request: Request<Full<Bytes>>) -> Result<Response<Incoming>, CommandError> {
+    async fn send(&self, mut request: Request<Full<Bytes>>) -> Result<Response<Incoming>, CommandError> {
+        request.headers_mut().extend(self.headers.clone());
         let response = self.client.request(request).await.map_err(|error| self.unreachable(&error))?;
         if response.status() == StatusCode::OK {
             return Ok(response);

@@ -111,7 +111,7 @@ pub(crate) struct RankArgs {
     #[command(flatten)]
     pub(crate) process: ProcessArgs,
     /// Where the node's first process waits for the others: `expert.model.join` there.
-    #[arg(long, value_name = "HOST:PORT", env = "BATON_RANK_OF")]
+    #[arg(long, value_name = "HOST:PORT", value_parser = address, env = "BATON_RANK_OF")]
     pub(crate) of: String,
     /// The stage that this process computes: 0 is the first. The node's first process computes the last.
     #[arg(long, value_name = "STAGE", env = "BATON_RANK_PLACE")]
@@ -197,7 +197,7 @@ pub(crate) struct UpArgs {
         long,
         default_value = "127.0.0.1:8000",
         value_name = "HOST:PORT",
-        value_parser = listen_addr,
+        value_parser = address,
         env = "BATON_ROUTER__HTTP"
     )]
     pub(crate) http: String,
@@ -206,7 +206,7 @@ pub(crate) struct UpArgs {
         long,
         default_value = "127.0.0.1:50051",
         value_name = "HOST:PORT",
-        value_parser = listen_addr,
+        value_parser = address,
         env = "BATON_ROUTER__GRPC"
     )]
     pub(crate) grpc: String,
@@ -225,8 +225,8 @@ impl UpArgs {
     }
 }
 
-/// Parses a listening address: an IP address or a name of this machine, and a port.
-fn listen_addr(text: &str) -> Result<String, String> {
+/// Parses an address: an IP address or a host name, and a port.
+fn address(text: &str) -> Result<String, String> {
     let is_host_name = |host: &str| {
         !host.is_empty() && host.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-._".contains(&byte))
     };
@@ -272,6 +272,9 @@ pub(crate) struct ChatArgs {
     /// The system prompt.
     #[arg(long, value_name = "TEXT")]
     pub(crate) system: Option<String>,
+    /// A header for every request, `name: value`; may be repeated. An API key is `authorization: Bearer KEY`.
+    #[arg(long, value_parser = bench::command::measure::parse_header, value_name = "HEADER")]
+    pub(crate) header: Vec<(String, String)>,
     /// The largest number of tokens in an answer.
     #[arg(long, default_value_t = 512, value_name = "N")]
     pub(crate) max_tokens: u32,

@@ -24,9 +24,19 @@ pub(crate) fn run(args: &RankArgs) -> Result<ExitCode, CommandError> {
     if args.process.check {
         return ConfigFile::Node(Box::new(settings.config)).is_valid();
     }
-    if settings.config.group.n_processes < 2 {
-        let why = "expert.model.processes is 1: a node of one process has no others";
-        return Err(CommandError::usage(NodeError::Config(why.to_owned())));
+    let refused = |why| Err(CommandError::usage(NodeError::Config(why)));
+    match settings.config.group.n_processes {
+        0 | 1 => {
+            return refused("expert.model.processes is 1: a node of one process has no others".to_owned());
+        }
+        n_processes if args.place >= n_processes - 1 => {
+            let last = n_processes - 2;
+            return refused(format!(
+                "place {}: with {n_processes} processes it is at most {last}",
+                args.place
+            ));
+        }
+        _ => {}
     }
     settings.run(NAME, &args.process, async |config, shutdown| serve(&config, args, shutdown).await)
 }

@@ -4,6 +4,9 @@ use std::time::Duration;
 
 use crate::error::SchedulerError;
 
+/// The milliseconds of a day.
+const DAY_MS: f64 = 86_400_000.0;
+
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct SchedulerSettings {
     /// The largest number of tokens in one step. A larger limit finishes prompts sooner; a smaller one
@@ -65,8 +68,8 @@ impl SchedulerSettings {
                 self.step_tokens_max, self.sequences_max
             ));
         }
-        if !(self.gap_ms_max >= 0.0 && self.gap_ms_max.is_finite()) {
-            return refuse(format!("gap_ms_max {} is not a duration", self.gap_ms_max));
+        if !(0.0..=DAY_MS).contains(&self.gap_ms_max) {
+            return refuse(format!("gap_ms_max {} is not a duration of up to a day", self.gap_ms_max));
         }
         if self.queue_ms_max.is_nan() || self.queue_ms_max < 0.0 {
             return refuse(format!("queue_ms_max {} is not a duration", self.queue_ms_max));
@@ -92,6 +95,7 @@ mod tests {
             (SchedulerSettings { step_tokens_max: 271, ..defaults }, "step_tokens_max 271 is less than"),
             (SchedulerSettings { gap_ms_max: -1.0, ..defaults }, "gap_ms_max -1 is not a duration"),
             (SchedulerSettings { gap_ms_max: f64::NAN, ..defaults }, "gap_ms_max NaN is not a duration"),
+            (SchedulerSettings { gap_ms_max: 1e9, ..defaults }, "gap_ms_max 1000000000 is not a duration"),
             (SchedulerSettings { queue_ms_max: -1.0, ..defaults }, "queue_ms_max -1 is not a duration"),
             (SchedulerSettings { queue_ms_max: f64::NAN, ..defaults }, "queue_ms_max NaN is not a duration"),
             (SchedulerSettings { steps_in_flight_max: 0, ..defaults }, "steps_in_flight_max is zero"),
