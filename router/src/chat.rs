@@ -75,7 +75,7 @@ impl ChatRequest {
         let demand = tools.as_mut().and_then(|tools| tools.demand.take());
         let included = self.include_reasoning.unwrap_or(true);
         let is_separate = self.separate_reasoning.unwrap_or(true);
-        let continues = self.continue_final_message.unwrap_or(false);
+        let continues = self.continues();
         let text = template.render(self.chat(world, template, tools)?)?;
         let text = if continues { cut_behind_last_text(text)? } else { text };
         let opened = |tags: ReasoningTags| tags.opened_by(&text);
@@ -94,6 +94,10 @@ impl ChatRequest {
         Ok(RenderedChat { text: PromptText::Rendered(text), parts, reasoning, demanded })
     }
 
+    fn continues(&self) -> bool {
+        self.continue_final_message.unwrap_or(false)
+    }
+
     fn tool_rules(
         &self,
         world: &World,
@@ -110,9 +114,9 @@ impl ChatRequest {
     }
 
     fn chat(self, world: &World, template: &ChatTemplate, tools: Option<Tools>) -> Result<Chat, AcceptError> {
+        let continues = self.continues();
         let messages = self.messages.ok_or_else(|| AcceptError::missing("messages"))?;
         let mut messages = messages::checked(messages, template.arguments())?;
-        let continues = self.continue_final_message.unwrap_or(false);
         if continues && self.add_generation_prompt == Some(true) {
             return Err(not_continued("`add_generation_prompt` begins a new message"));
         }

@@ -355,10 +355,11 @@ async fn chats_are_the_same_over_both() {
     assert_eq!((answers.len(), answers[1].finish.as_str()), (2, "tool_calls"));
     assert_eq!(answers[1].calls[0][1..], ["weather", "{\"city\": \"Paris\"}"].map(str::to_owned));
     assert_ne!(answers[0].calls[0][0], answers[1].calls[0][0]);
-    let fields = json!({"tools": tools(), "parallel_tool_calls": false});
+    let fields = json!({"tools": tools(), "parallel_tool_calls": false, "continue_final_message": true});
     let answers = check(mock, CALLS, CHATS, fields, |request| {
         chat(request).tools = vec![weather()];
         chat(request).parallel_tool_calls = Some(false);
+        chat(request).continue_final_message = Some(true);
     })
     .await;
     assert_eq!(answers[0].calls.len(), 1);
@@ -387,11 +388,10 @@ async fn reasoning_and_template_arguments_are_the_same_over_both() {
     })
     .await;
     assert_eq!(answers[0].text, THOUGHT);
-    let fields = json!({"chat_template_kwargs": {"mood": 1}, "add_generation_prompt": false, "continue_final_message": true});
+    let fields = json!({"chat_template_kwargs": {"mood": 1}, "add_generation_prompt": false});
     check(reasoning, "Yes.", CHATS, fields, |request| {
-        let chat = chat(request);
-        chat.chat_template_kwargs = "{\"mood\": 1}".to_owned();
-        (chat.add_generation_prompt, chat.continue_final_message) = (Some(false), Some(true));
+        chat(request).chat_template_kwargs = "{\"mood\": 1}".to_owned();
+        chat(request).add_generation_prompt = Some(false);
     })
     .await;
 }

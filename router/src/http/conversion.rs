@@ -57,17 +57,18 @@ pub(super) fn present(value: Option<Value>) -> Option<Value> {
 }
 
 pub(super) fn list(path: &str, value: Value) -> Result<Vec<Value>, AcceptError> {
-    match value {
-        Value::Array(items) => Ok(items),
-        _ => Err(AcceptError::invalid(path.to_owned(), "expected a list")),
-    }
+    items(path, value, "expected a list")
 }
 
 /// Returns the blocks of content that may be a string too.
 pub(super) fn blocks(path: &str, content: Value) -> Result<Vec<Value>, AcceptError> {
-    match content {
-        Value::Array(blocks) => Ok(blocks),
-        _ => Err(AcceptError::invalid(path.to_owned(), "expected a string or a list")),
+    items(path, content, "expected a string or a list")
+}
+
+fn items(path: &str, value: Value, otherwise: &'static str) -> Result<Vec<Value>, AcceptError> {
+    match value {
+        Value::Array(items) => Ok(items),
+        _ => Err(AcceptError::invalid(path.to_owned(), otherwise)),
     }
 }
 
