@@ -182,8 +182,7 @@ async fn processes_that_do_not_fit_are_refused() {
     };
     for (place, settings, reason) in [
         ("0", &[][..], "the process of stage 0 at 127.0.0.1:"),
-        ("1", &[], "stage 1 is none of the 1 that other processes compute"),
-        ("2", &[], "there is no stage 2 of 2"),
+        ("1", &[], "place 1: with 2 processes it is at most 0"),
         (
             "0",
             &[("BATON_MODEL__KV_DTYPE", "f32")],
