@@ -1,7 +1,6 @@
 //! The endpoint `POST /v1/completions`: one prompt or several, as text or token ids.
 
 use serde::{Deserialize, Serialize};
-use types::TokenId;
 
 use super::answer::{AnswerContext, AnswerFormat, AnswerShape, TokenIds, finish_reason};
 use super::api::{HttpApi, ParsedRequest};
@@ -10,8 +9,9 @@ use super::constraints::ConstraintFields;
 use super::error::HttpError;
 use super::fields::{AnswerOptions, CommonFields};
 use super::logprobs::{CompletionLogprobs, PromptLogprobs};
+use super::prompt_field::PromptField;
 use super::request_fields::{self, Endpoint};
-use crate::accept::{AskedInputs, AskedPrompt, INPUTS_MAX, MaxTokens, SamplingParams, logprobs};
+use crate::accept::{AskedInputs, AskedPrompt, MaxTokens, SamplingParams, logprobs};
 use crate::answers::{AnsweredPrompt, AskedRequest};
 use crate::choice::{ChoiceFinish, Delta, WholeChoice};
 use crate::error::AcceptError;
@@ -26,18 +26,6 @@ struct CompletionFields {
     prompt: Option<PromptField>,
     logprobs: Option<u32>,
     echo: Option<bool>,
-}
-
-#[derive(Debug, Deserialize)]
-#[serde(
-    untagged,
-    expecting = "expected a string, a list of strings, a list of token ids, or a list of such lists"
-)]
-enum PromptField {
-    Text(String),
-    Tokens(Vec<u32>),
-    Texts(Vec<String>),
-    TokenLists(Vec<Vec<u32>>),
 }
 
 /// Parses a completion's JSON into prompts and sampling parameters.
@@ -73,30 +61,6 @@ fn text_of(prompt: &AskedPrompt) -> Option<String> {
         AskedPrompt::Text(PromptText::Plain(text) | PromptText::Rendered(text)) => Some(text.clone()),
         AskedPrompt::Tokens(_) => None,
     }
-}
-
-impl PromptField {
-    /// Returns the prompts. Their number is checked here, before they are tokenized, which is costly.
-    fn into_prompts(self) -> Result<Vec<AskedPrompt>, AcceptError> {
-        let text = |text: String| AskedPrompt::Text(PromptText::Plain(text));
-        let ids = |ids: Vec<u32>| AskedPrompt::Tokens(ids.into_iter().map(TokenId).collect());
-        match self {
-            Self::Text(prompt) => Ok(vec![text(prompt)]),
-            Self::Tokens(tokens) => Ok(vec![ids(tokens)]),
-            Self::Texts(texts) => Ok(bounded(texts)?.into_iter().map(text).collect()),
-            Self::TokenLists(lists) => Ok(bounded(lists)?.into_iter().map(ids).collect()),
-        }
-    }
-}
-
-fn bounded<T>(prompts: Vec<T>) -> Result<Vec<T>, AcceptError> {
-    if prompts.len() > INPUTS_MAX {
-        return Err(AcceptError::invalid(
-            "prompt",
-            format!("at most {INPUTS_MAX} prompts, not {}", prompts.len()),
-        ));
-    }
-    Ok(prompts)
 }
 
 // === the answer ===

@@ -1,7 +1,7 @@
 //! The HTTP API, compatible with OpenAI's. Only this module reads JSON and uses status codes.
 //!
 //! Suggested reading order: the path of a request (`api`); its fields (`request_fields`, `fields`,
-//! `constraints`, `chat`, `completions`, `tokenize`, and `anthropic`,
+//! `constraints`, `chat`, `completions`, `prompt_field`, `tokenize`, and `anthropic`,
 //! `responses` and `conversion`, whose requests become chats); chats (`router::chat`); answers while they are generated (`router::answers`, [`crate::choice`]); the formats of
 //! answers (`answer`, `tools`, `blocks`, `sse`, `logprobs`, `explanation`); requests for other engines (`passthrough`); errors (`error`); pages of other origins (`cors`); and the port's
 //! connections ([`stall`], [`tls`]).
@@ -26,6 +26,7 @@ mod logprobs;
 mod models;
 mod openapi;
 mod passthrough;
+mod prompt_field;
 mod request_fields;
 mod responses;
 mod sse;

@@ -87,7 +87,7 @@ async fn bad_completions_name_the_field() {
         (json!({"prompt": ""}), "invalid_value", "prompt"),
         (json!({"prompt": []}), "invalid_value", "prompt"),
         (json!({"prompt": [261]}), "invalid_value", "prompt"),
-        (json!({"prompt": [-1]}), "invalid_value", "prompt"),
+        (json!({"prompt": [-1]}), "invalid_value", "prompt[0]"),
         (json!({"prompt": {"text": "a"}}), "invalid_value", "prompt"),
         (json!({"prompt": vec!["a"; 33]}), "invalid_value", "prompt"),
         (json!({"prompt": vec![97; 512]}), "context_length_exceeded", "prompt"),
