@@ -1,11 +1,10 @@
 """Checks of the chart: its objects follow the Kubernetes API, the overlays equal it, and its values are known."""
 
+import functools
 import json
 import os
 from pathlib import Path
 
-import jsonschema
-import kubernetes_validate
 import yaml
 
 import helm
@@ -28,6 +27,16 @@ def schemas():
 
 
 def validate(thing):
+    validate_text(json.dumps(thing, sort_keys=True))
+
+
+@functools.cache
+def validate_text(text):
+    """Objects that several results have are validated once. The imports are slow, and the other checks need none of them."""
+    import jsonschema
+    import kubernetes_validate
+
+    thing = json.loads(text)
     own = CRDS / f"{thing['kind']}.json"
     if own.exists():
         jsonschema.validate(thing, json.loads(own.read_text()))
@@ -60,8 +69,7 @@ def same():
         expected = rendered.objects_file(overlay)
         if os.environ.get("UPDATE_DOCS"):
             file.write_text(expected)
-        found = list(yaml.safe_load_all(file.read_text()))
-        charts = list(yaml.safe_load_all(expected))
+        found, charts = helm.documents(file.read_text()), helm.documents(expected)
         assert list(map(name, found)) == list(map(name, charts)), (overlay, REMAKE)
         for one, other in zip(found, charts):
             assert one == other, f"{overlay}, {name(one)}: {first_difference(one, other)}; {REMAKE}"
@@ -85,6 +93,8 @@ def first_difference(left, right, where=""):
 
 def values():
     """The chart refuses an unknown value in any place, by name, and a value of a wrong type."""
+    import jsonschema
+
     chart = yaml.safe_load((rendered.CHART / "values.yaml").read_text())
     schema = json.loads((rendered.CHART / "values.schema.json").read_text())
     refuses = jsonschema.Draft7Validator(schema)

@@ -8,8 +8,6 @@ import tomllib
 from pathlib import Path
 
 import yaml
-from cyclonedx.schema import SchemaVersion
-from cyclonedx.validation.json import JsonStrictValidator
 
 import executable
 import rendered
@@ -37,6 +35,10 @@ def digests():
 
 def sbom():
     """The bill of materials follows the schema of CycloneDX and lists the crates of the executable, with licences."""
+    # Slow to import, and the other checks need none of it.
+    from cyclonedx.schema import SchemaVersion
+    from cyclonedx.validation.json import JsonStrictValidator
+
     text = (rendered.DEPLOY / "Dockerfile").read_text()
     assert "/out/sbom.cdx.json /usr/share/baton/sbom.cdx.json" in text
     (features,) = re.findall(r'^ARG FEATURES="([\w,]+)"$', text, re.MULTILINE)

@@ -144,7 +144,7 @@ def kustomize(folder):
     command = ["kubectl", "kustomize", "--load-restrictor=LoadRestrictionsNone", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, f"{folder}: {done.stderr}"
-    return [document for document in yaml.safe_load_all(done.stdout) if document]
+    return helm.documents(done.stdout)
 
 
 # The example in deploy/k8s/README.md.

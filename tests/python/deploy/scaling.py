@@ -11,8 +11,7 @@ import threading
 import urllib.parse
 from pathlib import Path
 
-import yaml
-
+import helm
 import rendered
 from chart import REMAKE, first_difference, refused
 from objects import labels, name, pod, selects, workloads
@@ -187,7 +186,7 @@ def components():
         expected = rendered.component_file(component)
         if os.environ.get("UPDATE_DOCS"):
             file.write_text(expected)
-        assert list(yaml.safe_load_all(file.read_text())) == list(yaml.safe_load_all(expected)), (component, REMAKE)
+        assert helm.documents(file.read_text()) == helm.documents(expected), (component, REMAKE)
         for overlay in overlays:
             with_it = rendered.own_overlay(overlay, WITH_COMPONENT.replace("COMPONENT", component))
             charts = {name(thing): thing for thing in rendered.overlay_chart(overlay, component)}
