@@ -208,6 +208,22 @@ impl Acceptor {
         &self.tokenizing
     }
 
+    /// Refuses texts that are much too long for the context before they are tokenized. A count of tokens has no limit.
+    pub async fn check_lengths(
+        &self,
+        model: &ServedModel,
+        asked: &AskedInputs,
+        caller: &Caller,
+    ) -> Result<(), RequestError> {
+        let context = AcceptContext::of(model, &caller.client);
+        let checked = asked.check_beginnings(&self.tokenizing, model, &context, caller.deadline).await;
+        checked.inspect_err(|error| {
+            if let RequestError::Accept(error) = error {
+                self.tenants.refused(&caller.client, error);
+            }
+        })
+    }
+
     /// Tokenizes the prompts of a request.
     pub async fn tokenized(
         &self,

@@ -66,6 +66,7 @@ impl AskedRequest {
         caller: &Caller,
     ) -> Result<BegunAnswers, RequestError> {
         let Self { model, inputs, params, parts } = self;
+        acceptor.check_lengths(&model, &inputs, caller).await?;
         let inputs = acceptor.tokenized(&model, inputs, &params, caller).await?;
         acceptor.check_grammar(&model, &params, caller).await?;
         let AcceptedRequest { prompts, stop, origin } = acceptor.accept(&model, inputs, &params, caller)?;

@@ -3,6 +3,8 @@
 //! Suggested reading order: the path of a call (this file); its messages (`request`); the events of its answers
 //! (`events`); errors (`status`).
 
+#[cfg(test)]
+mod bounds_tests;
 mod events;
 #[cfg(test)]
 mod id_tests;
@@ -20,6 +22,7 @@ use chassis::{Shutdown, World};
 use proto::v1;
 use proto::v1::generate_request::Input;
 use proto::v1::inference_server::{Inference, InferenceServer};
+use tonic::codec::CompressionEncoding;
 use tonic::metadata::MetadataValue;
 use tonic::{Request, Response, Status};
 use tracing::{Span, error, info};
@@ -29,7 +32,7 @@ use crate::accept::{Acceptor, AskedInputs, AskedPrompt, Caller};
 use crate::admission::terms::{SHEDDABLE, SLO};
 use crate::answers::AskedRequest;
 use crate::error::{AcceptError, RequestError, ServeError};
-use crate::http;
+use crate::http::{self, BodyLimits};
 use crate::metrics::RouterMetrics;
 use crate::serve::{Detail, Serve};
 use crate::tenants::Claims;
@@ -52,8 +55,11 @@ pub struct GrpcApi {
 }
 
 impl GrpcApi {
+    /// Returns the service. A message has at most the bytes of a body over HTTP, also after it is decompressed.
     pub fn server(self) -> InferenceServer<Self> {
-        InferenceServer::new(self).max_decoding_message_size(proto::MESSAGE_BYTES_MAX)
+        InferenceServer::new(self)
+            .max_decoding_message_size(BodyLimits::default().bytes_max)
+            .accept_compressed(CompressionEncoding::Gzip)
     }
 
     async fn answer(

@@ -25,18 +25,18 @@ macro_rules! parts {
 
 parts! {
     Read = "read", "The router reads the body.";
-    Tokenize = "tokenize", "The router parses the fields and makes tokens.";
+    Tokenize = "tokenize", "The router parses and tokenizes.";
     FirstAnswer = "first_answer", "With `n`, a further answer waits for the first one's prompt.";
-    Admission = "admission", "The request waits in its model's line until there is room.";
+    Admission = "admission", "The request waits in its model's line.";
     Route = "route", "The router chooses nodes, or waits for a usable one.";
     Reserve = "reserve", "The decode node reserves KV room. A full pool shows here.";
     Store = "store", "A pool node reserves room and takes the KV.";
     Room = "room", "The prompt waits for KV room on the node that computes it.";
-    PrefillQueue = "prefill_queue", "The prompt waits for its first step, after it has room.";
+    PrefillQueue = "prefill_queue", "The prompt with room waits for its first step.";
     PrefillCompute = "prefill_compute", "The node computes the prompt.";
     PrefillCall = "prefill_call", "The rest of the call that computes the prompt: the network, and failed calls.";
-    Transfer = "transfer", "The answer waits for KV. Time of the transfer that compute hides is not counted.";
-    DecodeWait = "decode_wait", "The KV is there, and the first decode step has not begun.";
+    Transfer = "transfer", "The answer waits for KV; hidden transfer time is not counted.";
+    DecodeWait = "decode_wait", "The KV waits for the first decode step.";
     FirstStep = "first_step", "The first decode step.";
     Decode = "decode", "Further steps on the decode node.";
     Client = "client", "Tokens become text and are written to the client.";

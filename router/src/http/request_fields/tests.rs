@@ -280,18 +280,18 @@ With `x-baton-explain: 1` the last chunk of each choice, or the whole answer, ha
 | part | what happens |
 |---|---|
 | `read` | The router reads the body. |
-| `tokenize` | The router parses the fields and makes tokens. |
+| `tokenize` | The router parses and tokenizes. |
 | `first_answer` | With `n`, a further answer waits for the first one's prompt. |
-| `admission` | The request waits in its model's line until there is room. |
+| `admission` | The request waits in its model's line. |
 | `route` | The router chooses nodes, or waits for a usable one. |
 | `reserve` | The decode node reserves KV room. A full pool shows here. |
 | `store` | A pool node reserves room and takes the KV. |
 | `room` | The prompt waits for KV room on the node that computes it. |
-| `prefill_queue` | The prompt waits for its first step, after it has room. |
+| `prefill_queue` | The prompt with room waits for its first step. |
 | `prefill_compute` | The node computes the prompt. |
 | `prefill_call` | The rest of the call that computes the prompt: the network, and failed calls. |
-| `transfer` | The answer waits for KV. Time of the transfer that compute hides is not counted. |
-| `decode_wait` | The KV is there, and the first decode step has not begun. |
+| `transfer` | The answer waits for KV; hidden transfer time is not counted. |
+| `decode_wait` | The KV waits for the first decode step. |
 | `first_step` | The first decode step. |
 | `decode` | Further steps on the decode node. |
 | `client` | Tokens become text and are written to the client. |
@@ -312,7 +312,7 @@ The model needs a `tokenizer.json`. A mask costs a CPU about 50 µs, while a GPU
 
 ## gRPC
 
-`baton.v1.Inference` (`proto/proto/baton/v1/inference.proto`) takes a text, token ids or a chat. Parameters, defaults, checks and answers are HTTP's. Each event names its answer (`choice`). An error names the message's field (`chat.messages[2].role`); its code is the metadata `baton-code`. Unlike over HTTP, a text without `max_tokens` may fill the context, and a named call ends as `TOOL_CALLS`. `prompt_logprobs` come once, before all tokens. Only HTTP has several prompts, `echo`, and the prompt's ids.
+`baton.v1.Inference` (`proto/proto/baton/v1/inference.proto`) takes a text, token ids or a chat. Parameters, defaults, checks and answers are HTTP's. Each event names its answer (`choice`). An error names the message's field (`chat.messages[2].role`); its code is the metadata `baton-code`. Unlike over HTTP, a text without `max_tokens` may fill the context, and a named call ends as `TOOL_CALLS`. `prompt_logprobs` come once, before all tokens. Only HTTP has several prompts, `echo`, and the prompt's ids. Messages have at most 8 MiB, and may be gzip. The service's health is that of `/ready`.
 
 ## Request fields
 

@@ -1,0 +1,46 @@
+//! The size of a call is bounded: as a message, after it is decompressed, and before its text is tokenized.
+
+use chassis::metrics::Metrics;
+use proto::v1::inference_client::InferenceClient;
+use tonic::Code;
+
+use super::*;
+use crate::accept::Deadlines;
+use crate::http::tests::fake_serve::FakeServe;
+
+/// Calls the service as a client does, with a compressed message or without. The metrics are on `page`.
+async fn call(page: &Metrics, compressed: Option<CompressionEncoding>, text: String) -> Result<(), Status> {
+    let (world, metrics) = (World::seeded(1), RouterMetrics::new(page));
+    let acceptor = Acceptor::new(world.clone(), Deadlines::default(), metrics.clone());
+    let models = RouterModels::new([ServedModel::mock("org/mock", 512)]);
+    let serve = FakeServe::saying("x");
+    let api = GrpcApi { serve, models, acceptor, metrics, world, shutdown: Shutdown::new() };
+    let mut client = InferenceClient::new(api.server());
+    if let Some(encoding) = compressed {
+        client = client.send_compressed(encoding);
+    }
+    let input = Some(Input::Text(text));
+    client.generate(v1::GenerateRequest { input, ..Default::default() }).await.map(drop)
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_compressed_call_is_served_and_its_message_is_bounded() {
+    let (page, gzip) = (|| Metrics::new("router"), Some(CompressionEncoding::Gzip));
+    call(&page(), gzip, "Hi".to_owned()).await.expect("served");
+    let too_large = || "a".repeat(BodyLimits::default().bytes_max);
+    let refused = call(&page(), gzip, too_large()).await.expect_err("a bomb of some kilobytes");
+    assert_eq!(refused.code(), Code::ResourceExhausted, "{refused}");
+    let refused = call(&page(), None, too_large()).await.expect_err("too large");
+    assert_eq!(refused.code(), Code::OutOfRange, "{refused}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_text_of_megabytes_is_refused_before_it_is_tokenized() {
+    let page = Metrics::new("router");
+    let refused = call(&page, None, "é".repeat(2_000_000)).await.expect_err("no context is that long");
+    let message = "the first 16384 of the prompt's 4000000 bytes have 16384 tokens, which leaves no room in \
+                   the model's context of 512";
+    assert_eq!((refused.code(), refused.message()), (Code::InvalidArgument, message));
+    assert_eq!(refused.metadata().get("baton-code").expect("a code"), "context_length_exceeded");
+    assert!(page.page().contains("baton_router_tokenized_bytes_total 0"), "{}", page.page());
+}
