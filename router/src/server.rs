@@ -12,7 +12,8 @@ use chassis::metrics::Metrics;
 use chassis::rpc::Callers;
 use chassis::server::{PortTls, ServerLimits};
 use chassis::{Gate, Listener, Shutdown, StillHeld, Task, World, spawn_guarded};
-use registry::embedded::bootstrap_server;
+use proto::v1::bootstrap_server::BootstrapServer;
+use registry::embedded::{BootstrapService, bootstrap_server};
 use registry::memory::TTL;
 use registry::{MembersFile, MemoryRegistry, Registry, RegistryError, RegistryParts};
 use tokio::task::{JoinError, spawn_blocking};
@@ -37,7 +38,7 @@ use crate::serve::Serve;
 use crate::tenants::{KeySources, Oidc, TableError, TenantTable, Tenants, TenantsFile};
 use crate::text::{RouterModels, ServedModel, Tokenizer, Tokenizing};
 use crate::upstream::{Pools, RequestLimit, Upstream, UpstreamParts};
-use crate::{debug, http, policy};
+use crate::{debug, grpc, http, policy};
 
 /// The longest time that the router's own tasks may take to end after it stops serving.
 const TASKS_CLOSE_WITHIN: Duration = Duration::from_secs(2);
@@ -211,7 +212,7 @@ impl Router {
         let (models, metrics, world) = (self.models.clone(), router_metrics.clone(), self.world.clone());
         let api = GrpcApi { serve, models, acceptor, metrics, world, shutdown: closing.clone() };
         let grpc_close = Shutdown::new();
-        let routes = routes(self.embedded.as_ref(), api, &grpc_close, &self.gate);
+        let routes = routes(self.embedded.as_ref(), api, &grpc_close, &self.gate).await;
         let tls = self.certificate.as_ref().map_or(PortTls::Plaintext, Certificate::port_tls);
         let following_certificate = self
             .certificate
@@ -449,13 +450,18 @@ async fn bind(world: &World, addr: &str) -> Result<(Box<dyn Listener>, SocketAdd
 
 /// Returns the gRPC services: generation for clients, the registry for nodes, health and reflection for all
 /// callers.
-fn routes(embedded: Option<&MemoryRegistry>, api: GrpcApi, shutdown: &Shutdown, gate: &Gate) -> Routes {
-    let (routes, _health) = chassis::rpc::standard_services(&[proto::FILE_DESCRIPTOR_SET])
+async fn routes(embedded: Option<&MemoryRegistry>, api: GrpcApi, shutdown: &Shutdown, gate: &Gate) -> Routes {
+    let (routes, health) = chassis::rpc::standard_services(&[proto::FILE_DESCRIPTOR_SET])
         .expect("our own descriptors are well-formed");
+    let following = grpc::health::follow(health.clone(), api.serve.clone(), shutdown.clone());
+    spawn_guarded(gate, "grpc health", following).detach();
     let routes = routes.add_service(api.server()).into_axum_router();
     let routes = Routes::from(chassis::unread::bounded(routes, CLIENT_WRITE_TIMEOUT, gate));
     match embedded {
-        Some(registry) => routes.add_service(bootstrap_server(registry.clone(), shutdown.clone())),
+        Some(registry) => {
+            health.set_serving::<BootstrapServer<BootstrapService>>().await;
+            routes.add_service(bootstrap_server(registry.clone(), shutdown.clone()))
+        }
         None => routes,
     }
 }

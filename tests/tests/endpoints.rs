@@ -12,6 +12,9 @@ use serde_json::json;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 use tokio::process::Command;
+use tonic_health::pb::HealthCheckRequest;
+use tonic_health::pb::health_check_response::ServingStatus;
+use tonic_health::pb::health_client::HealthClient;
 use tonic_reflection::pb::v1::ServerReflectionRequest;
 use tonic_reflection::pb::v1::server_reflection_client::ServerReflectionClient;
 use tonic_reflection::pb::v1::server_reflection_request::MessageRequest;
@@ -74,6 +77,32 @@ async fn services(port: SocketAddr) -> Vec<String> {
         }
         other => panic!("{other:?}"),
     }
+}
+
+/// Waits until a probe of the service `name` gets this answer.
+async fn until_health(port: SocketAddr, name: &str, expected: Result<ServingStatus, tonic::Code>) {
+    let endpoint = tonic::transport::Endpoint::from_shared(format!("http://{port}")).expect("an address");
+    let mut client = HealthClient::new(endpoint.connect().await.expect("it listens"));
+    eventually(&format!("the health of `{name}` to be {expected:?}"), async || {
+        let answer = client.check(HealthCheckRequest { service: name.to_owned() }).await;
+        let answer = answer.map(|status| status.into_inner().status()).map_err(|status| status.code());
+        (answer == expected).then_some(())
+    })
+    .await;
+}
+
+/// Probes and load balancers ask for a service by its name.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_health_of_each_grpc_service_is_that_of_its_requests() {
+    let mut fleet = Fleet::start("mock", 1, 1).await;
+    for name in ["", "baton.v1.Inference", "baton.v1.Bootstrap"] {
+        until_health(fleet.grpc, name, Ok(ServingStatus::Serving)).await;
+    }
+    until_health(fleet.grpc, "baton.v1.Nothing", Err(tonic::Code::NotFound)).await;
+    fleet.expect_log(&["status stream from node lost"]);
+    fleet.nodes[1].process.kill();
+    until_health(fleet.grpc, "baton.v1.Inference", Ok(ServingStatus::NotServing)).await;
+    until_health(fleet.grpc, "", Ok(ServingStatus::Serving)).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -24,7 +24,8 @@ use tonic::transport::{Endpoint, Uri};
 use tonic_health::pb::HealthCheckRequest;
 use tonic_health::pb::health_check_response::ServingStatus;
 use tonic_health::pb::health_client::HealthClient;
-use tonic_health::server::{HealthReporter, health_reporter};
+pub use tonic_health::server::HealthReporter;
+use tonic_health::server::health_reporter;
 use tonic_reflection::server::{Builder as Reflection, Error as ReflectionError};
 use tracing::warn;
 
