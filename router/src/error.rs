@@ -101,7 +101,7 @@ pub enum ServeError {
     /// There is no usable prefill node, or no usable decode node.
     #[error("no nodes: {reason}")]
     NoNodes { reason: String },
-    #[error("the deadline passed: {reason}")]
+    #[error("deadline: {reason}")]
     DeadlinePassed { reason: String },
     /// The router is stopping, and the request was still running at the end of the drain.
     #[error("the router is stopping, and its drain time is over")]
@@ -192,4 +192,16 @@ pub enum TextError {
     Tokenizer { file: PathBuf, source: TokenizerError },
     #[error("compile the chat template of {}", file.display())]
     CompileTemplate { file: PathBuf, source: minijinja::Error },
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Nodes say it in their reasons.
+    #[test]
+    fn an_error_says_once_that_the_deadline_passed() {
+        let error = ServeError::DeadlinePassed { reason: "decode-0: the deadline passed".to_owned() };
+        assert_eq!(error.to_string(), "deadline: decode-0: the deadline passed");
+    }
 }
