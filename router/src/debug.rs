@@ -6,6 +6,7 @@ mod requests;
 
 use std::sync::Arc;
 
+use axum::extract::rejection::QueryRejection;
 use axum::extract::{Query, State};
 use axum::routing::get;
 use axum::{Json, Router};
@@ -23,6 +24,7 @@ use crate::admission::{Admission, ShownLine};
 use crate::balance::BalanceReport;
 use crate::breaker::{Breaker, BreakerState, Breakers};
 use crate::cluster::{Cluster, Group, ModelGroups, NodeState};
+use crate::http::HttpError;
 use crate::pairs::pairs;
 use crate::policy::{Arm, CallTime, ConnectorCosts, RouteCosts};
 use crate::requests::Requests;
@@ -267,10 +269,14 @@ struct KvQuery {
 
 /// Requests the block list of every node now, because an operator who looks for a leak needs the current
 /// state.
-async fn kv(State(cluster): State<Cluster>, Query(query): Query<KvQuery>) -> Json<Value> {
+async fn kv(
+    State(cluster): State<Cluster>,
+    query: Result<Query<KvQuery>, QueryRejection>,
+) -> Result<Json<Value>, HttpError> {
+    let Query(query) = query?;
     let detail = if query.blocks == 0 { LedgerDetail::Counts } else { LedgerDetail::Blocks };
     let asked = cluster.everyone().into_iter().map(|(info, _)| ledger(cluster.clone(), info, detail));
-    Json(json!({ "nodes": join_all(asked).await }))
+    Ok(Json(json!({ "nodes": join_all(asked).await })))
 }
 
 async fn ledger(cluster: Cluster, info: Arc<NodeInfo>, detail: LedgerDetail) -> Value {

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use axum::Json;
+use axum::extract::rejection::{PathRejection, QueryRejection};
 use axum::extract::{Path, Query, State};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
@@ -25,22 +26,27 @@ impl ListQuery {
 }
 
 /// Answers with the requests under way, the last that ended, and the slowest.
-pub(super) async fn list(State(requests): State<Requests>, Query(query): Query<ListQuery>) -> Json<Value> {
+pub(super) async fn list(
+    State(requests): State<Requests>,
+    query: Result<Query<ListQuery>, QueryRejection>,
+) -> Result<Json<Value>, HttpError> {
+    let Query(query) = query?;
     let lines = |records: Vec<RequestRecord>| {
         records.iter().take(query.limit).map(|record| line(record, &record.summary())).collect::<Vec<_>>()
     };
-    Json(json!({
+    Ok(Json(json!({
         "under_way": lines(requests.under_way()),
         "last": lines(requests.last()),
         "slowest": lines(requests.slowest()),
-    }))
+    })))
 }
 
 /// Answers with the records of one request, one for each of its answers.
 pub(super) async fn one(
     State(requests): State<Requests>,
-    Path(id): Path<String>,
+    id: Result<Path<String>, PathRejection>,
 ) -> Result<Json<Value>, HttpError> {
+    let Path(id) = id?;
     match requests.find(&id) {
         found if found.is_empty() => {
             let message =
@@ -129,4 +135,31 @@ fn shown(at: Duration, event: &RequestEvent) -> Value {
     };
     shown["at_ms"] = json!(ms(at));
     shown
+}
+
+#[cfg(test)]
+mod tests {
+    use axum::Router;
+    use axum::body::Body;
+    use axum::routing::get;
+    use http::Request;
+
+    use super::*;
+    use crate::http::tests::fake_serve::send;
+
+    #[tokio::test]
+    async fn a_wrong_query_or_path_is_refused_as_json() {
+        let routes = Router::new().route("/requests", get(list)).route("/requests/{id}", get(one));
+        for (path, param, message) in [
+            ("/requests?limit=abc", json!("limit"), "limit: invalid digit found in string"),
+            ("/requests?limit=1&limit=2", Value::Null, "duplicate field `limit`"),
+            ("/requests/%ff", Value::Null, "Invalid URL: Invalid UTF-8 in `id`"),
+        ] {
+            let app = routes.clone().with_state(Requests::default());
+            let answer = send(app, Request::get(path).body(Body::empty()).expect("a request")).await;
+            let error = &answer.json()["error"];
+            assert_eq!((answer.status.as_u16(), &error["code"]), (400, &json!("invalid_value")));
+            assert_eq!((&error["param"], &error["message"]), (&param, &json!(message)), "{path}");
+        }
+    }
 }

@@ -1,8 +1,10 @@
 //! Converts errors to the form that OpenAI clients expect. No other file has status codes.
 
+use std::error::Error;
 use std::time::Duration;
 
 use axum::Json;
+use axum::extract::rejection::{PathRejection, QueryRejection};
 use axum::response::{IntoResponse, Response};
 use http::{HeaderValue, StatusCode, header};
 use serde::Serialize;
@@ -230,6 +232,23 @@ impl From<ServeError> for HttpError {
             retry_after: retry_after(error.caller_action()),
             ..Self::new(Code::from(&error), error.to_string())
         }
+    }
+}
+
+impl From<QueryRejection> for HttpError {
+    fn from(rejection: QueryRejection) -> Self {
+        // The reason begins with the field at fault.
+        let reason = rejection.source().map_or_else(|| rejection.body_text(), ToString::to_string);
+        match reason.split_once(": ").map(|(param, _)| param.to_owned()) {
+            Some(param) => Self::new(Code::InvalidValue, reason).context(param),
+            None => Self::new(Code::InvalidValue, reason),
+        }
+    }
+}
+
+impl From<PathRejection> for HttpError {
+    fn from(rejection: PathRejection) -> Self {
+        Self::new(Code::InvalidValue, rejection.body_text())
     }
 }
 

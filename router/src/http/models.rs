@@ -1,6 +1,7 @@
 //! The endpoint `GET /v1/models`: the models that can be used now.
 
 use axum::Json;
+use axum::extract::rejection::PathRejection;
 use axum::extract::{Path, State};
 use serde::Serialize;
 use types::ModelInfo;
@@ -45,8 +46,9 @@ pub(crate) async fn list(State(api): State<HttpApi>, _client: Client) -> Json<Mo
 pub(crate) async fn one(
     State(api): State<HttpApi>,
     _client: Client,
-    Path(name): Path<String>,
+    name: Result<Path<String>, PathRejection>,
 ) -> Result<Json<ModelFields>, HttpError> {
+    let Path(name) = name?;
     match api.serve.models().into_iter().find(|model| model.name == name) {
         Some(model) => Ok(Json(model.into())),
         None => Err(api.serve.knows_nodes().err().unwrap_or(AcceptError::UnknownModel { name }).into()),
