@@ -35,6 +35,9 @@ def loop(client, model, ask):
     messages = [{"role": "user", "content": "What is the weather in Paris?"}]
     request = {"model": model, "max_tokens": 200, "system": "Be brief.", "messages": messages, "tools": [TOOL]}
     message = ask(client, request)
+    counted = client.messages.count_tokens(**{name: request[name] for name in ("model", "system", "messages", "tools")})
+    usage = message.usage
+    assert counted.input_tokens == usage.input_tokens + usage.cache_read_input_tokens, (counted, usage)
     assert message.stop_reason == "tool_use", message
     assert [block.type for block in message.content] == ["text", "tool_use"], message
     assert message.content[0].text == "I look.", message

@@ -327,6 +327,11 @@ async fn without_servers_of_a_kind_there_is_a_503_within_a_second() {
             }
             let (status, text) = pools.post(CHAT, &chat(true)).await;
             assert_eq!((status, code(&text).as_str()), (503, "no_nodes"), "{text}");
+            if !at_prefill {
+                let (status, text) = pools.post("/v1/messages", &chat(true)).await;
+                let error: Value = serde_json::from_str(&text).expect("JSON");
+                assert_eq!((status, &error["error"]["type"]), (503, &json!("overloaded_error")), "{text}");
+            }
             assert_eq!(pools.client().get("/ready").await.0, StatusCode::SERVICE_UNAVAILABLE);
         }
     }

@@ -1,14 +1,19 @@
-//! The endpoint `POST /v1/messages`, Anthropic's: its requests become chats, and its answers are lists of blocks.
+//! The endpoint `POST /v1/messages`, Anthropic's: its requests become chats, and its answers are lists of blocks. And
+//! `POST /v1/messages/count_tokens`, which counts the tokens of such a chat.
 
+use axum::Json;
+use axum::body::Body;
+use axum::extract::State;
 use serde_json::{Map, Value, json};
 use types::Usage;
 
 use super::answer::{AnswerContext, AnswerShape};
-use super::api::{HttpApi, ParsedRequest};
+use super::api::{HttpApi, ParsedRequest, RequestHead};
 use super::blocks::{Block, BlockAnswer, BlockEvent, BlockFormat, BlockKind, NamedEvent};
 use super::conversion::{blocks, kind, list, move_tools, moved, only, parse_chat, present, text_of};
 use super::error::{FieldNames, HttpError};
 use super::{body, request_fields};
+use crate::answers::AskedRequest;
 use crate::choice::ChoiceFinish;
 use crate::error::AcceptError;
 
@@ -28,15 +33,38 @@ const HARMLESS: &[&str] = &["metadata", "service_tier", "cache_control"];
 
 /// Parses a request's JSON into a prompt and sampling parameters.
 pub(crate) fn parse_request(api: &HttpApi, json: &[u8]) -> Result<ParsedRequest<MessagesFormat>, HttpError> {
-    Ok(parse_chat(api, chat_of(body::parse(json)?)?, MessagesFormat::NAMES)?.with_shape(MessagesFormat))
+    let fields: Map<String, Value> = body::parse(json)?;
+    if fields.get("max_tokens").is_none_or(Value::is_null) {
+        return Err(AcceptError::missing("max_tokens").into());
+    }
+    parse_chat_of(api, fields)
+}
+
+fn parse_chat_of(
+    api: &HttpApi,
+    fields: Map<String, Value>,
+) -> Result<ParsedRequest<MessagesFormat>, HttpError> {
+    Ok(parse_chat(api, chat_of(fields)?, MessagesFormat::NAMES)?.with_shape(MessagesFormat))
+}
+
+/// Answers with the number of tokens of a request's prompt. A prompt that fits into no context is counted too.
+pub(crate) async fn count_tokens(
+    State(api): State<HttpApi>,
+    head: RequestHead,
+    body: Body,
+) -> Result<Json<Value>, HttpError> {
+    let parse_request = |api: &HttpApi, json: &[u8]| parse_chat_of(api, body::parse(json)?);
+    let (ask, caller) = api.asked(head, body, parse_request).await?;
+    let AskedRequest { model, inputs, params, .. } = ask.request;
+    let inputs = api.acceptor.tokenized(&model, inputs, &params, &caller).await;
+    let inputs = inputs.map_err(|error| HttpError::from(error).renamed(MessagesFormat::NAMES))?;
+    let n_tokens: usize = inputs.tokens.iter().map(Vec::len).sum();
+    Ok(Json(json!({"input_tokens": n_tokens})))
 }
 
 /// Converts a request to a chat's.
 fn chat_of(mut fields: Map<String, Value>) -> Result<Map<String, Value>, AcceptError> {
     let mut chat = moved(&mut fields, SAME);
-    if chat.get("max_tokens").is_none_or(Value::is_null) {
-        return Err(AcceptError::missing("max_tokens"));
-    }
     let mut messages = Vec::new();
     if let Some(system) = present(fields.remove("system")) {
         messages.push(json!({"role": "system", "content": texts("system", system)?}));

@@ -88,13 +88,24 @@ impl HttpApi {
         body: Body,
         parse_request: RequestParser<S>,
     ) -> Result<Answer<S>, HttpError> {
+        let (ask, caller) = self.asked(head, body, parse_request).await?;
+        self.begin(ask, &caller).await
+    }
+
+    /// Reads and parses a request.
+    pub(crate) async fn asked<S: Send + 'static>(
+        &self,
+        head: RequestHead,
+        body: Body,
+        parse_request: RequestParser<S>,
+    ) -> Result<(ParsedRequest<S>, Caller), HttpError> {
         let RequestHead { id, client, headers } = head;
         let mut caller = caller::caller(&self.acceptor, id, client, &headers)?;
         let within = self.body.within.min(self.world.left(caller.deadline));
         let body = body::read(body, BodyLimits { within, ..self.body }).await?;
         caller.read = self.world.now();
         let ask = self.parsed(body, caller.deadline, parse_request).await?;
-        self.begin(ask, &caller).await
+        Ok((ask, caller))
     }
 
     /// Parses a body, on another thread if it is large.

@@ -16,6 +16,8 @@ use crate::serve::Detail;
 use crate::tenants::{Claims, Client};
 
 pub(crate) const REQUEST_ID: &str = "x-request-id";
+/// The header in which Anthropic's clients look for the request's id.
+pub(crate) const REQUEST_ID_OF_ANTHROPIC: &str = "request-id";
 /// The header with the API key of Anthropic's clients, and of the live page's chat. Others send `authorization`.
 const API_KEY: &str = "x-api-key";
 const TIMEOUT: &str = "x-baton-timeout-ms";

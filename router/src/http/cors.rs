@@ -6,7 +6,7 @@ use axum::Router;
 use http::{HeaderName, HeaderValue, Method, header};
 use tower_http::cors::{AllowHeaders, AllowOrigin, CorsLayer};
 
-use super::caller::REQUEST_ID;
+use super::caller::{REQUEST_ID, REQUEST_ID_OF_ANTHROPIC};
 
 /// How long a browser may keep the answer to a preflight request.
 const PREFLIGHT_KEPT: Duration = Duration::from_secs(600);
@@ -43,7 +43,11 @@ impl CorsOrigins {
             .allow_methods([Method::GET, Method::POST])
             // The official clients send headers of their own.
             .allow_headers(AllowHeaders::mirror_request())
-            .expose_headers([HeaderName::from_static(REQUEST_ID), header::RETRY_AFTER])
+            .expose_headers([
+                HeaderName::from_static(REQUEST_ID),
+                HeaderName::from_static(REQUEST_ID_OF_ANTHROPIC),
+                header::RETRY_AFTER,
+            ])
             .max_age(PREFLIGHT_KEPT);
         routes.layer(cors)
     }

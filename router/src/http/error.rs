@@ -4,7 +4,9 @@ use std::error::Error;
 use std::time::Duration;
 
 use axum::Json;
+use axum::extract::Request;
 use axum::extract::rejection::{PathRejection, QueryRejection};
+use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use http::{HeaderValue, StatusCode, header};
 use serde::Serialize;
@@ -156,17 +158,45 @@ fn name_at_endpoint(names: FieldNames, param: &str) -> Option<String> {
     names.iter().find_map(renamed)
 }
 
-/// An error in Anthropic's form, for its endpoint.
-#[derive(Debug)]
-pub(crate) struct AnthropicError(HttpError);
+/// The form of errors' JSON.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum ErrorForm {
+    OpenAi,
+    Anthropic,
+}
 
-impl From<HttpError> for AnthropicError {
-    fn from(error: HttpError) -> Self {
-        Self(error)
+impl ErrorForm {
+    /// Returns the form that a path's clients expect.
+    pub(crate) fn of(path: &str) -> Self {
+        match path.strip_prefix("/v1/messages") {
+            Some(rest) if rest.is_empty() || rest.starts_with('/') => Self::Anthropic,
+            _ => Self::OpenAi,
+        }
+    }
+
+    /// Gives errors the form of the request's path.
+    pub(crate) async fn apply(request: Request, next: Next) -> Response {
+        let form = Self::of(request.uri().path());
+        let response = next.run(request).await;
+        match response.extensions().get::<HttpError>().filter(|_| form == Self::Anthropic) {
+            Some(error) => {
+                let body = Json(error.anthropic_body()).into_response().into_body();
+                response.map(|_| body)
+            }
+            None => response,
+        }
     }
 }
 
 impl HttpError {
+    /// Returns the data of an `error` event in a stream.
+    pub(crate) fn data(&self, form: ErrorForm) -> String {
+        match form {
+            ErrorForm::OpenAi => serde_json::to_string(&self.body()).expect("an error can be written"),
+            ErrorForm::Anthropic => self.anthropic_body().to_string(),
+        }
+    }
+
     /// Returns Anthropic's error object. Its types follow from the status.
     pub(crate) fn anthropic_body(&self) -> serde_json::Value {
         let kind = match self.code.status() {
@@ -179,13 +209,6 @@ impl HttpError {
             _ => "api_error",
         };
         serde_json::json!({"type": "error", "error": {"type": kind, "message": self.message}})
-    }
-}
-
-impl IntoResponse for AnthropicError {
-    fn into_response(self) -> Response {
-        let body = Json(self.0.anthropic_body()).into_response().into_body();
-        self.0.into_response().map(|_| body)
     }
 }
 
@@ -318,13 +341,13 @@ fn code_of_refusal(kind: RefusalKind) -> Code {
 impl IntoResponse for HttpError {
     fn into_response(self) -> Response {
         let mut response = (self.code.status(), Json(self.body())).into_response();
-        response.extensions_mut().insert(self.code);
         if let Some(after) = self.retry_after {
             response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(whole_seconds(after)));
         }
         if self.code == Code::InvalidApiKey {
             response.headers_mut().insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
         }
+        response.extensions_mut().insert(self);
         response
     }
 }

@@ -7,8 +7,8 @@ use chassis::telemetry::request_span;
 use http::HeaderValue;
 use tracing::{Instrument, error, info};
 
-use super::caller::REQUEST_ID;
-use super::error::Code;
+use super::caller::{REQUEST_ID, REQUEST_ID_OF_ANTHROPIC};
+use super::error::{Code, ErrorForm, HttpError};
 use super::health;
 use crate::accept::Acceptor;
 use crate::metrics::RouterMetrics;
@@ -19,12 +19,16 @@ pub(crate) async fn identify(
     mut request: Request,
     next: Next,
 ) -> Response {
+    let form = ErrorForm::of(request.uri().path());
     let asked = request.headers().get(REQUEST_ID).and_then(|id| id.to_str().ok());
     let id = acceptor.request_id(asked);
     let header = HeaderValue::from_str(id.as_str()).expect("ids are letters, digits and a few plain signs");
     let span = request_span(request.uri().path(), Some(&id), request.headers());
     request.extensions_mut().insert(id);
     let mut response = answered(&metrics, request, next).instrument(span).await;
+    if form == ErrorForm::Anthropic {
+        response.headers_mut().insert(REQUEST_ID_OF_ANTHROPIC, header.clone());
+    }
     response.headers_mut().insert(REQUEST_ID, header);
     response
 }
@@ -32,10 +36,11 @@ pub(crate) async fn identify(
 async fn answered(metrics: &RouterMetrics, request: Request, next: Next) -> Response {
     let is_probe = health::PROBES.contains(&request.uri().path());
     let response = next.run(request).await;
-    if let Some(code) = response.extensions().get::<Code>().filter(|_| !is_probe) {
+    let code = response.extensions().get::<HttpError>().map(|error| error.code);
+    if let Some(code) = code.filter(|_| !is_probe) {
         metrics.refused(code.as_str());
     }
-    match response.extensions().get::<Code>() {
+    match code {
         Some(Code::Internal) => {
             error!(code = Code::Internal.as_str(), "request failed with an internal error")
         }

@@ -47,7 +47,7 @@ pub use api::HttpApi;
 use api::RequestHead;
 pub use body::BodyLimits;
 pub use cors::CorsOrigins;
-use error::AnthropicError;
+use error::ErrorForm;
 pub use error::{Code, HttpError};
 pub(crate) use explanation::{ms, parts_ms, route, worst_gap};
 pub use passthrough::{Passthrough, passthrough, passthrough_chat_box};
@@ -65,6 +65,7 @@ pub fn api(api: HttpApi) -> Router {
         .route("/v1/chat/completions", post(chat_completions))
         .route("/v1/completions", post(completions))
         .route("/v1/messages", post(messages_of_anthropic))
+        .route("/v1/messages/count_tokens", post(anthropic::count_tokens))
         .route("/v1/responses", post(responses))
         .route("/v1/embeddings", post(embeddings))
         .route("/tokenize", post(tokenize::tokenize))
@@ -98,12 +99,12 @@ pub fn health(ready: Arc<dyn Ready>) -> Router {
         .with_state(ready)
 }
 
-/// Adds a request id, a span and OpenAI's error format to all routes, and to requests for unknown paths.
-/// Counts the errors.
+/// Adds a request id, a span and the form of errors to all routes, and to requests for unknown paths. Counts the errors.
 pub fn stack(routes: Router, acceptor: Acceptor, metrics: RouterMetrics) -> Router {
     routes
         .fallback(not_found)
         .method_not_allowed_fallback(method_not_allowed)
+        .layer(middleware::from_fn(ErrorForm::apply))
         .layer(middleware::from_fn_with_state((acceptor, metrics), identity::identify))
 }
 
@@ -125,10 +126,10 @@ async fn completions(
 
 async fn messages_of_anthropic(
     State(api): State<HttpApi>,
-    head: Result<RequestHead, HttpError>,
+    head: RequestHead,
     body: Body,
-) -> Result<Response, AnthropicError> {
-    Ok(blocks::respond(api.answer(head?, body, anthropic::parse_request).await?).await?)
+) -> Result<Response, HttpError> {
+    blocks::respond(api.answer(head, body, anthropic::parse_request).await?).await
 }
 
 async fn responses(State(api): State<HttpApi>, head: RequestHead, body: Body) -> Result<Response, HttpError> {

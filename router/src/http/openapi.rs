@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use axum::Json;
 use serde_json::{Map, Value, json};
 
-use super::error::Code;
+use super::error::{Code, ErrorForm};
 use super::request_fields::{Endpoint, FIELDS, FieldSupport};
 use crate::accept::{INPUTS_MAX, LOGPROBS_MAX, N_MAX};
 use crate::chat::tools::TOOLS_MAX;
@@ -18,6 +18,7 @@ const ENDPOINTS: &[Row] = &[
     ("post", "/v1/chat/completions", "Answers a chat."),
     ("post", "/v1/completions", "Continues texts or token ids."),
     ("post", "/v1/messages", "Answers a chat in the form of Anthropic's API."),
+    ("post", "/v1/messages/count_tokens", "Counts the tokens of such a chat."),
     ("post", "/v1/responses", "Answers a chat in the form of OpenAI's Responses."),
     ("post", "/v1/embeddings", "Is refused: the models generate text."),
     ("post", "/tokenize", "Converts a text or a chat to token ids."),
@@ -107,11 +108,9 @@ fn responses(path: &str) -> Value {
     for code in Code::ALL {
         codes.entry(code.status().as_u16().to_string()).or_default().push(code.as_str());
     }
-    let error = json!({ "$ref": "#/components/schemas/Error" });
-    let schema = match path {
-        // A request without access is refused before the endpoint sees it.
-        "/v1/messages" => json!({ "anyOf": [{ "$ref": "#/components/schemas/MessagesError" }, error] }),
-        _ => error,
+    let schema = match ErrorForm::of(path) {
+        ErrorForm::OpenAi => json!({ "$ref": "#/components/schemas/Error" }),
+        ErrorForm::Anthropic => json!({ "$ref": "#/components/schemas/MessagesError" }),
     };
     for (status, codes) in codes {
         let content = json!({ "application/json": { "schema": schema } });

@@ -25,7 +25,7 @@ use tracing::{Span, info};
 use super::api::{HttpApi, RequestHead};
 use super::body::{self, BodyLimits};
 use super::caller;
-use super::error::HttpError;
+use super::error::{ErrorForm, HttpError};
 use super::explanation::explained;
 use crate::accept::N_MAX;
 use crate::error::ServeError;
@@ -130,7 +130,7 @@ async fn forward(State(state): State<Passthrough>, request: Request) -> Result<R
     headers.insert(caller::REQUEST_ID, id.expect("ids are letters, digits and a few plain signs"));
     let request = UpstreamRequest { method: parts.method, target, headers, body, legs, n_answers };
     let answer = upstream.serve(request, &caller, tenant).await?;
-    Ok(respond(answer, caller.detail))
+    Ok(respond(answer, caller.detail, ErrorForm::of(path)))
 }
 
 /// Divides a body into its fields. The parser of whole bodies says what is wrong with it.
@@ -182,7 +182,7 @@ fn passed_back(mut head: Parts) -> Parts {
     head
 }
 
-fn respond(answer: UpstreamAnswer, detail: Detail) -> Response {
+fn respond(answer: UpstreamAnswer, detail: Detail, errors: ErrorForm) -> Response {
     let UpstreamAnswer { head, record, bytes } = answer;
     let head = passed_back(head);
     let of_events = head.headers.get(header::CONTENT_TYPE).map(HeaderValue::as_bytes);
@@ -190,7 +190,7 @@ fn respond(answer: UpstreamAnswer, detail: Detail) -> Response {
         Some(kind) if kind.starts_with(b"text/event-stream") => BytesFormat::Events(Boundary::At),
         _ => BytesFormat::Plain,
     };
-    let passing = Passing { bytes, format, span: Span::current() };
+    let passing = Passing { bytes, format, errors, span: Span::current() };
     let mut response = Response::from_parts(head, Body::from_stream(Gathered::of(passing.into_stream())));
     if detail == Detail::Explained {
         let text = explained(0, &record.explanation()).to_string();
@@ -205,6 +205,7 @@ fn respond(answer: UpstreamAnswer, detail: Detail) -> Response {
 struct Passing {
     bytes: AnswerStream,
     format: BytesFormat,
+    errors: ErrorForm,
     span: Span,
 }
 
@@ -262,7 +263,7 @@ impl Passing {
             Err(error) => {
                 self.span.in_scope(|| info!(%error, "upstream answer ended early"));
                 match self.format {
-                    BytesFormat::Events(Boundary::At) => Some((Ok(error_event(error)), None)),
+                    BytesFormat::Events(Boundary::At) => Some((Ok(error_event(error, self.errors)), None)),
                     _ => Some((Err(error), None)),
                 }
             }
@@ -347,9 +348,8 @@ impl Wake for Yielded {
     }
 }
 
-fn error_event(error: ServeError) -> Bytes {
-    let body = serde_json::to_string(&HttpError::from(error).body()).expect("an error can be written");
-    format!("event: error\ndata: {body}\n\n").into()
+fn error_event(error: ServeError, form: ErrorForm) -> Bytes {
+    format!("event: error\ndata: {}\n\n", HttpError::from(error).data(form)).into()
 }
 
 #[cfg(test)]
@@ -466,6 +466,17 @@ mod tests {
         assert_eq!(next().await.expect("bytes").expect("bytes").len(), 1 + WRITE_BYTES);
         assert!(next().await.expect("an error").is_err());
         assert!(next().await.is_none());
+    }
+
+    #[test]
+    fn an_error_event_has_the_form_of_its_path() {
+        for (path, begin) in [
+            ("/v1/chat/completions", "event: error\ndata: {\"error\":{\"message\":"),
+            ("/v1/messages", "event: error\ndata: {\"type\":\"error\",\"error\":{\"type\":\"api_error\","),
+        ] {
+            let event = error_event(ServeError::Failed { reason: "x".to_owned() }, ErrorForm::of(path));
+            assert!(event.starts_with(begin.as_bytes()), "{event:?}");
+        }
     }
 
     #[test]

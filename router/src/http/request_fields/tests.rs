@@ -244,7 +244,7 @@ const HEAD: &str = "\
 | port | endpoint | what |
 |---|---|---|
 | router, HTTP | `POST /v1/chat/completions`, `POST /v1/completions` | answers, whole or as server-sent events |
-| router, HTTP | `POST /v1/messages` | a chat in the form of Anthropic's API: text, tools, `thinking`; an assistant's text at the end is continued; the key may be in `x-api-key` |
+| router, HTTP | `POST /v1/messages`, `POST /v1/messages/count_tokens` | a chat in Anthropic's form, or its number of tokens: text, tools, `thinking`; an assistant's text at the end is continued; the key may be in `x-api-key` |
 | router, HTTP | `POST /v1/responses` | a chat in the form of OpenAI's Responses, without a store: text and functions |
 | router, HTTP | `POST /tokenize`, `POST /detokenize` | a text or a chat to token ids, and back, with vLLM's fields |
 | router, HTTP | `POST /v1/embeddings` | a 400: the models generate text |

@@ -368,3 +368,41 @@ async fn refusals_name_the_field() {
     let neutral = json!({"store": true, "reasoning": {"effort": null}, "text": {"format": {"type": "text"}}, "truncation": "disabled"});
     assert_eq!(post(&FakeServe::saying(""), "/v1/responses", response(neutral)).await.status, 200);
 }
+
+#[tokio::test(start_paused = true)]
+async fn the_tokens_of_a_message_are_counted() {
+    let fake_serve = FakeServe::saying("a");
+    let message = messages(json!({"messages": [{"role": "user", "content": "Weather?"}]}));
+    assert_eq!(post(&fake_serve, "/v1/messages", message.clone()).await.status, 200);
+    let prompt = fake_serve.seen().remove(0);
+    let count = async |body: String| post(&fake_serve, "/v1/messages/count_tokens", body).await;
+    let mut fields: Value = serde_json::from_str(&message).unwrap();
+    fields.as_object_mut().unwrap().remove("max_tokens");
+    assert_eq!(count(fields.to_string()).await.json(), json!({"input_tokens": prompt.tokens.len()}));
+    let long = json!({"messages": [{"role": "user", "content": "a".repeat(20_000)}]});
+    assert!(
+        count(messages(long)).await.json()["input_tokens"].as_u64() > Some(20_000),
+        "no context limits it"
+    );
+    let refused = count(r#"{"messages": [{"role": "user"}]}"#.to_owned()).await;
+    let error = json!({"type": "invalid_request_error", "message": "messages[0].content is required"});
+    assert_eq!((refused.status.as_u16(), refused.json()["error"].clone()), (400, error));
+}
+
+/// Also errors that no handler of the endpoint makes.
+#[tokio::test(start_paused = true)]
+async fn all_errors_of_anthropics_paths_have_its_form() {
+    for (path, status, kind) in [
+        ("/v1/messages", 405, "invalid_request_error"),
+        ("/v1/messages/count_tokens", 405, "invalid_request_error"),
+        ("/v1/messages/batches", 404, "not_found_error"),
+    ] {
+        let request = http::Request::get(path).body(axum::body::Body::empty()).unwrap();
+        let answer = send(app(&FakeServe::saying("a")), request).await;
+        assert_eq!((answer.status.as_u16(), &answer.json()["type"]), (status, &json!("error")), "{path}");
+        assert_eq!(answer.json()["error"]["type"], kind, "{path}");
+        assert_eq!(answer.header("request-id"), answer.header("x-request-id"), "{path}");
+    }
+    let request = http::Request::get("/v1/messages2").body(axum::body::Body::empty()).unwrap();
+    assert_eq!(send(app(&FakeServe::saying("a")), request).await.json()["error"]["code"], "not_found");
+}
