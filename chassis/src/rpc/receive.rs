@@ -10,14 +10,14 @@ use axum::middleware::Next;
 use axum::response::Response;
 use http::{HeaderMap, HeaderValue};
 use http_body_util::{BodyExt as _, LengthLimitError, Limited};
-use tonic::Status;
+use tonic::{Code, Status};
 use tracing::{Instrument, Span, warn};
 use types::node::{MESSAGE_BYTES_MAX, PROTOCOL};
 
 use super::{headers, roles};
 use crate::identity::call::{Accepts, CallRefused, INSTANCE_HEADER, SignedCall};
 use crate::identity::{CertName, Identity};
-use crate::telemetry::request_span;
+use crate::telemetry::{mark_failed, request_span};
 use crate::world::World;
 
 /// The timeout for the message of a signed call.
@@ -119,6 +119,7 @@ pub(super) async fn receive(State(callers): State<Callers>, request: Request, ne
         request.extensions_mut().insert(id);
     }
     let response = next.run(request).instrument(span.clone()).await;
+    mark_error(&span, response.headers());
     response.map(|body| Body::new(SpannedBody { body, span }))
 }
 
@@ -156,6 +157,15 @@ fn sign_for(own: String) -> Response {
     response
 }
 
+/// Marks the span of a call that ended with an error of the server, by OpenTelemetry's conventions for gRPC.
+pub(super) fn mark_error(span: &Span, end: &HeaderMap) {
+    use Code::{DataLoss, DeadlineExceeded, Internal, Unavailable, Unimplemented, Unknown};
+    let code = Status::from_header_map(end).map(|status| status.code());
+    if let Some(Unknown | DeadlineExceeded | Unimplemented | Internal | Unavailable | DataLoss) = code {
+        mark_failed(span);
+    }
+}
+
 fn agree(headers: &HeaderMap) -> Result<(), Status> {
     let theirs =
         headers::protocol(headers).map_err(|malformed| Status::invalid_argument(malformed.to_string()))?;
@@ -181,7 +191,13 @@ impl HttpBody for SpannedBody {
     ) -> Poll<Option<Result<hyper::body::Frame<Bytes>, axum::Error>>> {
         let this = &mut *self;
         let _entered = this.span.enter();
-        Pin::new(&mut this.body).poll_frame(cx)
+        let frame = Pin::new(&mut this.body).poll_frame(cx);
+        if let Poll::Ready(Some(Ok(frame))) = &frame
+            && let Some(trailers) = frame.trailers_ref()
+        {
+            mark_error(&this.span, trailers);
+        }
+        frame
     }
 
     fn is_end_stream(&self) -> bool {

@@ -29,7 +29,7 @@ use crate::gate::Gate;
 use crate::identity::ExpectedPeer;
 use crate::net::{Net, TcpNet};
 use crate::task::{Task, spawn_guarded};
-use crate::telemetry::Capture;
+use crate::telemetry::{Capture, request_span};
 
 const WITHIN: Duration = Duration::from_secs(20);
 
@@ -181,6 +181,26 @@ async fn a_trace_crosses_the_wire() {
     assert_eq!(caller["trace_id"], callee["trace_id"]);
     assert_eq!(caller["span_id"], callee["parent_span_id"]);
     assert_eq!(callee["fields"]["request_id"], "req-1");
+}
+
+#[test]
+fn only_errors_of_the_server_mark_the_span_of_a_call() {
+    for (code, expected) in [
+        (Code::Internal, Some("error")),
+        (Code::Unavailable, Some("error")),
+        (Code::DeadlineExceeded, Some("error")),
+        (Code::InvalidArgument, None),
+        (Code::ResourceExhausted, None),
+        (Code::Ok, None),
+    ] {
+        let capture = Capture::spans("test");
+        {
+            let _listening = capture.listen();
+            let span = request_span("/a.B/C", None, &HeaderMap::new());
+            super::receive::mark_error(&span, Status::new(code, "").into_http::<()>().headers());
+        }
+        assert_eq!(capture.lines()[0]["status"].as_str(), expected, "{code:?}");
+    }
 }
 
 // === standard services ===

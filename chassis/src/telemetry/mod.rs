@@ -32,7 +32,7 @@ use crate::error::StartError;
 pub use capture::Capture;
 pub use lines::lost_lines;
 pub use otlp::ENDPOINT_VARIABLE;
-pub use propagate::{inject, request_span};
+pub use propagate::{inject, mark_failed, request_span};
 
 /// The variable that overrides [`LogSettings::level`] before any configuration is read.
 pub const LEVEL_VARIABLE: &str = "BATON_LOG";

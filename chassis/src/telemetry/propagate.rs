@@ -14,13 +14,20 @@ use types::RequestId;
 /// `call` names the operation: an HTTP path or the full name of an rpc.
 pub fn request_span(call: &str, request_id: Option<&RequestId>, headers: &HeaderMap) -> Span {
     let request_id = request_id.map(field::display);
-    let span = info_span!(parent: None, "request", otel.name = call, call, request_id);
+    let status = field::Empty;
+    let span =
+        info_span!(parent: None, "request", otel.name = call, otel.status_code = status, call, request_id);
     let caller = TraceContextPropagator::new().extract(&Headers(headers));
     if caller.span().span_context().is_valid() {
         // `set_parent` fails only without telemetry, and then there is no trace to continue.
         let _ = span.set_parent(caller);
     }
     span
+}
+
+/// Marks the span of a request as failed. OpenTelemetry's conventions say which errors do: those of the server.
+pub fn mark_failed(span: &Span) {
+    span.record("otel.status_code", "ERROR");
 }
 
 /// Writes `span` into the headers of an outgoing call, as the parent of the callee's spans.

@@ -4,13 +4,14 @@ use std::fmt;
 use std::future::{Future, ready};
 use std::io::Write;
 
+use opentelemetry::trace::Status;
 use opentelemetry_sdk::error::{OTelSdkError, OTelSdkResult};
 use opentelemetry_sdk::trace::{SpanData, SpanExporter};
 use serde_json::{Map, Value, json};
 use tracing_subscriber::fmt::MakeWriter;
 
 /// An exporter that writes one JSON object per ended span: `span` (its name), `process`, `trace_id`,
-/// `span_id`, `parent_span_id` (absent for a root), `duration_ms`, and its fields.
+/// `span_id`, `parent_span_id` (absent for a root), `duration_ms`, `status` (`error`, or absent), and its fields.
 pub(super) struct SpanLines<W> {
     process: &'static str,
     writer: W,
@@ -44,6 +45,9 @@ fn line(process: &str, span: &SpanData) -> Value {
     });
     if span.parent_span_id != opentelemetry::SpanId::INVALID {
         line["parent_span_id"] = span.parent_span_id.to_string().into();
+    }
+    if matches!(span.status, Status::Error { .. }) {
+        line["status"] = "error".into();
     }
     let fields: Map<String, Value> = span
         .attributes

@@ -3,7 +3,7 @@
 use axum::extract::{Request, State};
 use axum::middleware::Next;
 use axum::response::Response;
-use chassis::telemetry::request_span;
+use chassis::telemetry::{mark_failed, request_span};
 use http::HeaderValue;
 use tracing::{Instrument, error, info};
 
@@ -25,7 +25,10 @@ pub(crate) async fn identify(
     let header = HeaderValue::from_str(id.as_str()).expect("ids are letters, digits and a few plain signs");
     let span = request_span(request.uri().path(), Some(&id), request.headers());
     request.extensions_mut().insert(id);
-    let mut response = answered(&metrics, request, next).instrument(span).await;
+    let mut response = answered(&metrics, request, next).instrument(span.clone()).await;
+    if response.status().is_server_error() {
+        mark_failed(&span);
+    }
     if form == ErrorForm::Anthropic {
         response.headers_mut().insert(REQUEST_ID_OF_ANTHROPIC, header.clone());
     }

@@ -8,6 +8,7 @@ use std::time::Duration;
 use axum::body::Body;
 use axum::response::{IntoResponse, Response};
 use bytes::{BufMut, Bytes, BytesMut};
+use chassis::telemetry::mark_failed;
 use futures::stream::{Stream, StreamExt};
 use http::header::{CACHE_CONTROL, CONTENT_TYPE};
 use serde::Serialize;
@@ -16,7 +17,7 @@ use tracing::{Span, info, warn};
 use types::Usage;
 
 use super::answer::{Answer, AnswerContext, AnswerFormat, Envelope, UsageFields};
-use super::error::HttpError;
+use super::error::{Code, HttpError};
 use super::explanation::explained;
 use super::fields::{AnswerOptions, StreamUsage};
 use crate::answers::Deltas;
@@ -127,6 +128,9 @@ impl<W: EventWriter> Events<W> {
                 Some(Ok(delta)) => self.writer.delta(&delta, &mut self.out),
                 Some(Err(error)) => {
                     warn!(%error, "streamed answer to client failed");
+                    if Code::from(&error).status().is_server_error() {
+                        mark_failed(&Span::current());
+                    }
                     self.writer.error(error, &mut self.out);
                     self.has_ended = true;
                 }

@@ -1,8 +1,10 @@
 //! Tests of refusals: status, code and field of each.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use axum::body::Body;
+use chassis::telemetry::Capture;
 use http::Request;
 use serde_json::{Value, json};
 use types::RefusalKind;
@@ -228,4 +230,35 @@ async fn insane_ids_are_replaced() {
         assert_eq!(answer.header("x-request-id") == id, kept);
         assert!(kept || answer.header("x-request-id").starts_with("req-"));
     }
+}
+
+/// Returns the status of the request's span: `error` or none.
+async fn status_of_span(serve: Arc<FakeServe>, fields: Value) -> Option<String> {
+    let capture = Capture::spans("router");
+    {
+        let _listening = capture.listen();
+        chat(&serve, fields).await;
+    }
+    let lines = capture.lines();
+    let span = lines.iter().find(|line| line["span"] == "/v1/chat/completions").expect("a span");
+    span["status"].as_str().map(str::to_owned)
+}
+
+#[tokio::test(start_paused = true)]
+async fn only_errors_of_the_server_mark_the_span() {
+    let reason = || "because".to_owned();
+    let wire = move || ServeError::Refused { kind: RefusalKind::Wire, reason: reason() };
+    let overloaded = ServeError::Overloaded { retry_after: Duration::from_secs(1), reason: reason() };
+    for (error, expected) in [
+        (wire(), Some("error")),
+        (ServeError::NoNodes { reason: reason() }, Some("error")),
+        (overloaded, None),
+        (ServeError::Refused { kind: RefusalKind::TooLong, reason: reason() }, None),
+    ] {
+        let serve = FakeServe::new(move |_| ScriptedEvent::Refuse(error.clone()));
+        assert_eq!(status_of_span(serve, json!({})).await.as_deref(), expected);
+    }
+    let broken = FakeServe::new(move |_| breaks("ab", wire()));
+    assert_eq!(status_of_span(broken, json!({"stream": true})).await.as_deref(), Some("error"));
+    assert_eq!(status_of_span(FakeServe::saying("a"), json!({"stream": true})).await, None);
 }
