@@ -101,6 +101,7 @@ impl HttpApi {
     ) -> Result<(ParsedRequest<S>, Caller), HttpError> {
         let RequestHead { id, client, headers } = head;
         let mut caller = caller::caller(&self.acceptor, id, client, &headers)?;
+        caller::check_encoding(&headers)?;
         let within = self.body.within.min(self.world.left(caller.deadline));
         let body = body::read(body, BodyLimits { within, ..self.body }).await?;
         caller.read = self.world.now();

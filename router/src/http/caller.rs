@@ -61,6 +61,15 @@ pub(crate) fn caller(
     Ok(Caller { detail: detail(headers)?, terms, ..caller })
 }
 
+/// Refuses a compressed body, which would be taken for text.
+pub(crate) fn check_encoding(headers: &HeaderMap) -> Result<(), AcceptError> {
+    const NAME: &str = "content-encoding";
+    match text(headers, NAME)? {
+        None | Some("" | "identity") => Ok(()),
+        Some(other) => Err(AcceptError::unsupported(NAME, format!("send the body without `{other}`"))),
+    }
+}
+
 fn detail(headers: &HeaderMap) -> Result<Detail, AcceptError> {
     match text(headers, EXPLAIN)?.map(str::trim) {
         None | Some("0") => Ok(Detail::Usual),
