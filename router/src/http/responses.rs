@@ -93,7 +93,10 @@ fn chat_of(mut fields: Map<String, Value>) -> Result<Map<String, Value>, AcceptE
     if present(fields.remove("truncation")).is_some_and(|truncation| truncation != "disabled") {
         return Err(AcceptError::unsupported("truncation", "a prompt that is too long is refused"));
     }
-    if fields.get("reasoning").is_some_and(|reasoning| !is_empty(reasoning)) {
+    if present(fields.remove("top_logprobs")).is_some_and(|n| n != 0) {
+        return Err(AcceptError::unsupported("top_logprobs", "this endpoint has no log-probabilities"));
+    }
+    if fields.get("reasoning").is_some_and(|reasoning| !asks_nothing(reasoning)) {
         return Err(AcceptError::unsupported(
             "reasoning",
             "use chat_template_kwargs, as the model's template reads it",
@@ -104,9 +107,10 @@ fn chat_of(mut fields: Map<String, Value>) -> Result<Map<String, Value>, AcceptE
     Ok(chat)
 }
 
-/// Returns whether an object has no value besides `null`.
-fn is_empty(value: &Value) -> bool {
-    value.is_null() || value.as_object().is_some_and(|fields| fields.values().all(Value::is_null))
+/// Returns whether an object has no value besides `null` and `none`.
+fn asks_nothing(value: &Value) -> bool {
+    let is_neutral = |value: &Value| value.is_null() || value == "none";
+    value.is_null() || value.as_object().is_some_and(|fields| fields.values().all(is_neutral))
 }
 
 /// Converts the field `text` to `response_format`.

@@ -357,6 +357,7 @@ async fn refusals_name_the_field() {
         (json!({"tools": [{"type": "function", "name": "f", "parameters": 5}]}), "tools[0].parameters"),
         (json!({"reasoning": {"effort": "high"}}), "reasoning"),
         (json!({"truncation": "auto"}), "truncation"),
+        (json!({"top_logprobs": 2}), "top_logprobs"),
     ] {
         let answer = post(&FakeServe::saying(""), "/v1/responses", response(fields.clone())).await;
         assert_eq!(answer.status, 400, "{fields}");
@@ -365,6 +366,8 @@ async fn refusals_name_the_field() {
         let message = error["message"].as_str().unwrap();
         assert!(!message.contains(" at line ") && !message.contains("of max_completion_tokens"), "{message}");
     }
+    let effort = json!({"reasoning": {"effort": "none"}, "top_logprobs": 0});
+    assert_eq!(post(&FakeServe::saying(""), "/v1/responses", response(effort)).await.status, 200);
     let neutral = json!({"store": true, "reasoning": {"effort": null}, "text": {"format": {"type": "text"}}, "truncation": "disabled"});
     assert_eq!(post(&FakeServe::saying(""), "/v1/responses", response(neutral)).await.status, 200);
 }
