@@ -24,7 +24,9 @@ use proto::v1;
 use proto::v1::generate_request::Input;
 use proto::v1::inference_server::{Inference, InferenceServer};
 use tonic::codec::CompressionEncoding;
-use tonic::metadata::MetadataValue;
+use tonic::metadata::{AsciiMetadataValue, MetadataMap, MetadataValue};
+use tonic::service::Interceptor;
+use tonic::service::interceptor::InterceptedService;
 use tonic::{Request, Response, Status};
 use tracing::{Span, error, info};
 use types::{Deadline, RequestId, TokenId};
@@ -42,6 +44,8 @@ use events::Events;
 
 /// The metadata with the request's id.
 const REQUEST_ID: &str = "x-request-id";
+/// The metadata with the API key.
+const AUTHORIZATION: &str = "authorization";
 
 /// The service `baton.v1.Inference` for clients.
 #[derive(Clone, Debug)]
@@ -57,10 +61,12 @@ pub struct GrpcApi {
 
 impl GrpcApi {
     /// Returns the service. A message has at most the bytes of a body over HTTP, also after it is decompressed.
-    pub fn server(self) -> InferenceServer<Self> {
-        InferenceServer::new(self)
+    pub fn server(self) -> InterceptedService<InferenceServer<Self>, AccessCheck> {
+        let access = AccessCheck(self.clone());
+        let server = InferenceServer::new(self)
             .max_decoding_message_size(BodyLimits::default().bytes_max)
-            .accept_compressed(CompressionEncoding::Gzip)
+            .accept_compressed(CompressionEncoding::Gzip);
+        InterceptedService::new(server, access)
     }
 
     async fn answer(
@@ -81,7 +87,7 @@ impl GrpcApi {
 
     /// Returns the id of a call: the message's, the one in the metadata, or a new one.
     fn id(&self, call: &Request<v1::GenerateRequest>) -> RequestId {
-        let in_metadata = call.metadata().get(REQUEST_ID).and_then(|id| id.to_str().ok());
+        let in_metadata = text_of(call.metadata(), REQUEST_ID);
         self.acceptor.request_id(given(&call.get_ref().request_id).or(in_metadata))
     }
 
@@ -106,15 +112,15 @@ impl GrpcApi {
         })?;
         let client = self.acceptor.client(&Claims {
             peer: call.extensions().get::<ConnectInfo<SocketAddr>>().map(|peer| peer.0.ip()),
-            authorization: call.metadata().get("authorization").and_then(|value| value.to_str().ok()),
+            authorization: text_of(call.metadata(), AUTHORIZATION),
             tenant: given(&request.tenant),
             priority: Some(priority),
         })?;
         let timeout = (request.timeout_ms > 0).then(|| Duration::from_millis(request.timeout_ms));
         let detail = if request.explain { Detail::Explained } else { Detail::Usual };
         let caller = self.acceptor.caller(id, client, timeout)?;
-        let metadata = |name| call.metadata().get(name).and_then(|value| value.to_str().ok());
-        let terms = caller.terms.asked(metadata(SLO), metadata(SHEDDABLE))?;
+        let asked = |name| text_of(call.metadata(), name);
+        let terms = caller.terms.asked(asked(SLO), asked(SHEDDABLE))?;
         Ok(Caller { detail, terms, ..caller })
     }
 
@@ -141,6 +147,37 @@ impl GrpcApi {
     }
 }
 
+/// Refuses a call without access before its message is read and decompressed, as HTTP does with bodies.
+#[derive(Clone, Debug)]
+pub struct AccessCheck(GrpcApi);
+
+impl Interceptor for AccessCheck {
+    fn call(&mut self, call: Request<()>) -> Result<Request<()>, Status> {
+        let Self(api) = self;
+        let authorization = text_of(call.metadata(), AUTHORIZATION);
+        let claims = Claims { peer: None, authorization, tenant: None, priority: None };
+        let Err(error) = api.acceptor.client(&claims) else { return Ok(call) };
+        let id = api.acceptor.request_id(text_of(call.metadata(), REQUEST_ID));
+        Span::current().record("request_id", id.as_str());
+        let error = error.into();
+        api.refused(&error);
+        Err(with_id(status::of(error), &id))
+    }
+}
+
+fn text_of<'a>(metadata: &'a MetadataMap, name: &'static str) -> Option<&'a str> {
+    metadata.get(name).and_then(|value| value.to_str().ok())
+}
+
+fn value_of(id: &RequestId) -> AsciiMetadataValue {
+    MetadataValue::try_from(id.as_str()).expect("ids are letters, digits and a few plain signs")
+}
+
+fn with_id(mut status: Status, id: &RequestId) -> Status {
+    status.metadata_mut().insert(REQUEST_ID, value_of(id));
+    status
+}
+
 /// Returns a text that is not empty.
 fn given(text: &str) -> Option<&str> {
     (!text.is_empty()).then_some(text)
@@ -155,18 +192,12 @@ impl Inference for GrpcApi {
         Span::current().record("request_id", id.as_str());
         let answer = self.answer(request, id.clone()).await;
         let answer = answer.inspect_err(|error| self.refused(error));
-        let answer = answer.map(Response::new).map_err(status::of);
-        let header = MetadataValue::try_from(id.as_str());
-        let header = header.expect("ids are letters, digits and a few plain signs");
-        match answer {
+        match answer.map(Response::new) {
             Ok(mut response) => {
-                response.metadata_mut().insert(REQUEST_ID, header);
+                response.metadata_mut().insert(REQUEST_ID, value_of(&id));
                 Ok(response)
             }
-            Err(mut status) => {
-                status.metadata_mut().insert(REQUEST_ID, header);
-                Err(status)
-            }
+            Err(error) => Err(with_id(status::of(error), &id)),
         }
     }
 }

@@ -1,4 +1,7 @@
-//! The size of a call is bounded: as a message, after it is decompressed, and before its text is tokenized.
+//! The size of a call is bounded: as a message, after it is decompressed, and before its text is tokenized. Without access
+//! it is not read at all.
+
+use std::io::Write as _;
 
 use chassis::metrics::Metrics;
 use proto::v1::inference_client::InferenceClient;
@@ -7,11 +10,21 @@ use tonic::Code;
 use super::*;
 use crate::accept::Deadlines;
 use crate::http::tests::fake_serve::FakeServe;
+use crate::tenants::{KeySources, TenantTable, Tenants, TenantsFile};
 
 /// Calls the service as a client does, with a compressed message or without. The metrics are on `page`.
 async fn call(page: &Metrics, compressed: Option<CompressionEncoding>, text: String) -> Result<(), Status> {
+    call_with(page, Tenants::default(), compressed, text).await
+}
+
+async fn call_with(
+    page: &Metrics,
+    tenants: Tenants,
+    compressed: Option<CompressionEncoding>,
+    text: String,
+) -> Result<(), Status> {
     let (world, metrics) = (World::seeded(1), RouterMetrics::new(page));
-    let acceptor = Acceptor::new(world.clone(), Deadlines::default(), metrics.clone());
+    let acceptor = Acceptor::new(world.clone(), Deadlines::default(), metrics.clone()).with_tenants(tenants);
     let models = RouterModels::new([ServedModel::mock("org/mock", 512)]);
     let serve = FakeServe::saying("x");
     let api = GrpcApi { serve, models, acceptor, metrics, world, shutdown: Shutdown::new() };
@@ -43,4 +56,21 @@ async fn a_text_of_megabytes_is_refused_before_it_is_tokenized() {
     assert_eq!((refused.code(), refused.message()), (Code::InvalidArgument, message));
     assert_eq!(refused.metadata().get("baton-code").expect("a code"), "context_length_exceeded");
     assert!(page.page().contains("baton_router_tokenized_bytes_total 0"), "{}", page.page());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_call_without_a_key_is_refused_before_its_message_is_decompressed() {
+    let mut file = tempfile::NamedTempFile::new().expect("a file");
+    write!(file, "[tenants.acme]\n[keys]\n").expect("written");
+    let table = TenantTable::load(file.path(), None).expect("a table");
+    let file = Some(TenantsFile { path: file.path().to_owned(), table });
+    let (page, of_tenants) = (Metrics::new("router"), RouterMetrics::new(&Metrics::new("router")));
+    let keyed = Tenants::with_keys(KeySources { file, oidc: None }, World::seeded(1), of_tenants);
+    let bomb = "a".repeat(BodyLimits::default().bytes_max);
+    let refused = call_with(&page, keyed, Some(CompressionEncoding::Gzip), bomb).await.expect_err("no key");
+    assert_eq!(refused.code(), Code::Unauthenticated, "{refused}");
+    assert_eq!(refused.metadata().get("baton-code").expect("a code"), "invalid_api_key");
+    assert!(refused.metadata().contains_key(REQUEST_ID));
+    let counted = "baton_router_refusals_total{code=\"invalid_api_key\"} 1";
+    assert!(page.page().contains(counted), "{}", page.page());
 }
