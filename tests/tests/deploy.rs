@@ -59,6 +59,11 @@ fn every_process_gets_a_certificate_of_its_role_from_cert_manager() {
 }
 
 #[test]
+fn operators_add_the_labels_by_which_their_prometheus_selects() {
+    check("monitors");
+}
+
+#[test]
 fn each_pool_of_nodes_is_scaled_by_its_own_numbers() {
     check("autoscaling");
 }

@@ -154,6 +154,18 @@ def refusals():
     refused({"etcd": {"replicas": 3, "storage": ""}}, "etcd.storage is needed with several members")
     for of in [{"pools": {"enabled": True}}, {"pool": {"enabled": True}}, {"groups": {"decode": {"enabled": True}}}]:
         refused(of, "box.enabled is for a cluster without pools", files=["gpu-box.yaml"])
+    refused({"router": {"autoscaling": {"min": 9}}}, "router.autoscaling.max is below min")
+
+
+def monitors():
+    """An operator's labels stand on every ServiceMonitor."""
+    values = {"monitoring": {"labels": {"release": "prometheus", "helm.sh/chart": "other"}}}
+    found = [thing for thing in rendered.chart([], rendered.NAMED, rendered.EVERYTHING_ON, values) if thing["kind"] == "ServiceMonitor"]
+    assert len(found) == 8, list(map(name, found))
+    for thing in found:
+        validate(thing)
+        labels_of = thing["metadata"]["labels"]
+        assert labels_of["release"] == "prometheus" and labels_of["helm.sh/chart"].startswith("baton-"), name(thing)
 
 
 def texts_like_numbers():
@@ -183,8 +195,8 @@ def pods():
         own[which] = {"prefill": extra("own"), "decode": extra("own")}
     for values, files, n_workloads in [(own, [], 10), ({"box": extra("own")}, ["gpu-box.yaml"], 3)]:
         on = {} if files else rendered.EVERYTHING_ON
-        before = rendered.chart(files, rendered.NAMED, on)
-        after = rendered.chart(files, rendered.NAMED, on, {"pods": extra("all")}, values)
+        before = rendered.chart(files, rendered.FETCHED, on)
+        after = rendered.chart(files, rendered.FETCHED, on, {"pods": extra("all")}, values)
         assert len(workloads(after)) == n_workloads, list(map(name, workloads(after)))
         for was, now in zip(workloads(before), workloads(after)):
             for thing in after:
@@ -230,7 +242,8 @@ def added_to(was, now, of):
     assert pod(now)["nodeSelector"][f"disk-{of}"] == "fast", name(now)
     assert {"key": of, "operator": "Exists"} in pod(now)["tolerations"], name(now)
     assert {"name": of, "emptyDir": {}} in pod(now)["volumes"], name(now)
-    for container, was_container in zip(pod(now)["containers"], pod(was)["containers"]):
+    containers_of = lambda thing: pod(thing).get("initContainers", []) + pod(thing)["containers"]
+    for container, was_container in zip(containers_of(now), containers_of(was)):
         assert {"name": of, "mountPath": f"/{of}"} in container["volumeMounts"], name(now)
         assert {"name": f"OWN_{of.upper()}", "value": of} in container["env"], name(now)
         assert all(one in container["env"] for one in was_container.get("env", [])), name(now)

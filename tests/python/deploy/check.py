@@ -5,14 +5,14 @@ TEST_EXECUTABLE is the path of baton.
 
 import sys
 
-from chart import certificates, pods, refusals, release_names, same, schemas, schemas_refuse, texts_like_numbers, values
+from chart import certificates, monitors, pods, refusals, release_names, same, schemas, schemas_refuse, texts_like_numbers, values
 from image import compose, digests, dockerfile, sbom, stripped
 from processes import configs, deadlines, external_etcd, groups, models, rdma, service_links, upstream
 from references import metrics, names, reachable
 from scaling import autoscaling, components, deletion_cost
 
 CHECKS = [
-    schemas, schemas_refuse, same, models, values, release_names, refusals, texts_like_numbers, pods, certificates, autoscaling,
+    schemas, schemas_refuse, same, models, values, release_names, refusals, texts_like_numbers, pods, monitors, certificates, autoscaling,
     deletion_cost, components, deadlines, external_etcd, rdma, groups, upstream, configs, service_links, names, reachable, compose, dockerfile, stripped, digests, sbom, metrics,
 ]
 

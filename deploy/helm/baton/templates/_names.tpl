@@ -112,8 +112,10 @@ with its hash, `NAME-prefill-head-10-HASH`, is a label: at most 63 characters. Y
   {{- end }}
 {{- end }}
 
+{{- /* The init container that fills the folder of models, with a workload's environment and mounts: (list . WORKLOAD). */ -}}
 {{- define "baton.modelFetch" -}}
-{{- with .Values.model.fetch }}
+{{- $of := . }}
+{{- with (index . 0).Values.model.fetch }}
 {{- if .url }}
 initContainers:
   - name: fetch-model
@@ -129,6 +131,7 @@ initContainers:
     env:
       - name: MODEL_URL
         value: {{ .url }}
+      {{- include "baton.list" (append $of "env") | nindent 6 }}
     resources:
       requests: { cpu: 100m, memory: 64Mi }
       limits: { memory: 256Mi }
@@ -137,6 +140,7 @@ initContainers:
       readOnlyRootFilesystem: true
       capabilities: { drop: [ALL] }
     volumeMounts:
+      {{- include "baton.list" (append $of "volumeMounts") | nindent 6 }}
       - name: models
         mountPath: /models
 {{- end }}
