@@ -155,6 +155,11 @@ def refusals():
     for of in [{"pools": {"enabled": True}}, {"pool": {"enabled": True}}, {"groups": {"decode": {"enabled": True}}}]:
         refused(of, "box.enabled is for a cluster without pools", files=["gpu-box.yaml"])
     refused({"router": {"autoscaling": {"min": 9}}}, "router.autoscaling.max is below min")
+    refused({"box": {"decode": {"ports": {"grpc": 7000}}}}, "all must differ", files=["gpu-box.yaml"])
+    for key in ("name", "component"):
+        refused({"pool": {"enabled": True, "labels": {f"app.kubernetes.io/{key}": "mine"}}}, f"app.kubernetes.io/{key} is a label")
+    for wrong in [{"gateway": {"parentRefs": []}}, {"prometheus": {"url": "prometheus:9090"}}, {"monitoring": {"interval": "15"}}]:
+        refused(wrong, "values don't meet the specifications of the schema")
 
 
 def monitors():
@@ -171,6 +176,9 @@ def monitors():
 def texts_like_numbers():
     """A text that YAML could read as another type stays a text."""
     network = '[{"name": "rdma", "interface": "net1"}]'
+    fetched = {"model": {"fetch": {"url": "https://models.example.com/model.tar?of=: 7"}}}
+    for thing in rendered.chart([], rendered.FETCHED, fetched):
+        validate(thing)
     values = {"pods": {"priorityClassName": "1000"}, "rdma": {"enabled": True, "network": network}, "monitoring": {"enabled": True, "namespace": "7"}}
     for thing in rendered.chart([], rendered.NAMED, values, {"router": {"upstreamNamespaces": ["2024"]}}):
         validate(thing)

@@ -132,6 +132,9 @@ def rdma():
         ours = [spec for spec in policies if selects(spec["podSelector"], labels(workload))]
         opened = [one["port"] for spec in ours for rule in spec.get("ingress", []) for one in rule["ports"]]
         assert port in opened, opened
+    unlimited = {"pools": {role: {"resources": {"limits": None}} for role in ("prefill", "decode")}}
+    for _, container in computing(rendered.chart(["gpu.yaml", "gpu-rdma.yaml"], rendered.NAMED, unlimited)):
+        assert container["name"] == "router" or container["resources"]["limits"] == {"rdma/hca_shared_devices_a": 1}, container["resources"]
 
 
 def upstream():

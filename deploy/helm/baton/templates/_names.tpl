@@ -130,7 +130,7 @@ initContainers:
         touch /models/.complete
     env:
       - name: MODEL_URL
-        value: {{ .url }}
+        value: {{ quote .url }}
       {{- include "baton.list" (append $of "env") | nindent 6 }}
     resources:
       requests: { cpu: 100m, memory: 64Mi }
@@ -228,6 +228,11 @@ seccompProfile:
 {{- define "baton.map" -}}
 {{- $all := index (index . 0).Values.pods (index . 2) | default dict -}}
 {{- $own := index (index . 1) (index . 2) | default dict -}}
+{{- range list "name" "component" }}
+{{- if and (eq (index $ 2) "labels") (hasKey (merge (deepCopy $own) $all) (printf "app.kubernetes.io/%s" .)) }}
+{{- fail (printf "app.kubernetes.io/%s is a label by which the chart selects pods: leave it out" .) }}
+{{- end }}
+{{- end -}}
 {{- with merge (deepCopy $own) $all }}{{ toYaml . }}{{ end -}}
 {{- end }}
 
