@@ -10,14 +10,20 @@ use std::time::Duration;
 use chassis::World;
 use chassis::identity::{CertName, CertRole, TlsPem};
 use rcgen::{
-    BasicConstraints, CertificateParams, CertifiedIssuer, DistinguishedName, DnType, ExtendedKeyUsagePurpose,
-    IsCa, KeyPair, KeyUsagePurpose, SanType, date_time_ymd,
+    BasicConstraints, Certificate, CertificateParams, CertifiedIssuer, DistinguishedName, DnType,
+    ExtendedKeyUsagePurpose, IsCa, KeyPair, KeyUsagePurpose, SanType, date_time_ymd,
 };
+
+use rustls::RootCertStore;
+use rustls::pki_types::CertificateDer;
+use rustls::pki_types::pem::{self, PemObject as _};
 
 use crate::cli::CertsArgs;
 use crate::exit::CommandError;
 use crate::output;
 
+/// The subject of a CA, before the cluster's name.
+const CA_OF: &str = "CA of the cluster ";
 const DAY: Duration = Duration::from_secs(24 * 60 * 60);
 /// The validity of the CA.
 const CA_DAYS: u32 = 3650;
@@ -51,6 +57,13 @@ pub(crate) enum CertsError {
     Write { file: PathBuf, source: io::Error },
     #[error("read {}", file.display())]
     Read { file: PathBuf, source: io::Error },
+    #[error("read the CA in {}", file.display())]
+    Ca { file: PathBuf, source: pem::Error },
+    #[error(
+        "{} is the CA of {found:?}, not of the cluster {cluster:?}: peers would refuse what it signs. Set --cluster to \
+         the CA's cluster, or use another folder", file.display()
+    )]
+    OtherCluster { file: PathBuf, found: String, cluster: String },
     #[error("{} is there already: nothing is overwritten", .0.display())]
     Exists(PathBuf),
 }
@@ -62,7 +75,9 @@ fn roles() -> String {
 /// Makes all files, or none that is there already.
 pub(crate) fn run(args: &CertsArgs) -> Result<ExitCode, CommandError> {
     let made = made(args).map_err(|error| match &error {
-        CertsError::Name(_) | CertsError::Process(_) => CommandError::usage(error),
+        CertsError::Name(_) | CertsError::Process(_) | CertsError::OtherCluster { .. } => {
+            CommandError::usage(error)
+        }
         _ => CommandError::work(error),
     })?;
     for line in made {
@@ -105,7 +120,9 @@ fn authority(args: &CertsArgs) -> Result<(Authority, Vec<String>), CertsError> {
     if key_file.exists() {
         let key =
             fs::read_to_string(&key_file).map_err(|source| CertsError::Read { file: key_file, source })?;
-        return Ok((Authority::with_key(&args.cluster, KeyPair::from_pem(&key)?, now)?, Vec::new()));
+        let authority = Authority::with_key(&args.cluster, KeyPair::from_pem(&key)?, now)?;
+        authority.check_subject(&cert_file)?;
+        return Ok((authority, Vec::new()));
     }
     let authority = Authority::new(&args.cluster, now)?;
     write_new(&cert_file, authority.issuer.pem().as_bytes(), 0o644)?;
@@ -170,12 +187,31 @@ impl Authority {
             return Err(CertsError::Name(cluster.to_owned()));
         }
         let mut params = CertificateParams::new([])?;
-        params.distinguished_name = subject(&format!("CA of the cluster {cluster}"));
+        params.distinguished_name = subject(&format!("{CA_OF}{cluster}"));
         params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
         params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
         limit(&mut params, now, CA_DAYS);
         let issuer = CertifiedIssuer::self_signed(params, key)?;
         Ok(Self { issuer, cluster: cluster.to_owned(), now })
+    }
+
+    /// Checks that the CA in `file` has this one's subject. Peers find the signer of a certificate by its subject.
+    fn check_subject(&self, file: &Path) -> Result<(), CertsError> {
+        let own: &Certificate = self.issuer.as_ref();
+        let own = subject_of(own.der());
+        let refused = |source| CertsError::Ca { file: file.to_owned(), source };
+        // For a new CA of the cluster, operators append it to the file.
+        let certificates: Result<Vec<_>, _> = CertificateDer::pem_file_iter(file)
+            .map_err(refused)?
+            .map(|found| found.map_err(refused))
+            .collect();
+        let subjects: Vec<String> = certificates?.iter().map(subject_of).collect();
+        if subjects.contains(&own) {
+            return Ok(());
+        }
+        let found = subjects.into_iter().next().unwrap_or_default();
+        let found = found.split_once(CA_OF).map_or("another name", |(_, cluster)| cluster).to_owned();
+        Err(CertsError::OtherCluster { file: file.to_owned(), found, cluster: self.cluster.clone() })
     }
 
     fn name(&self, process: &Process) -> Result<CertName, CertsError> {
@@ -198,6 +234,13 @@ impl Authority {
         let cert = params.signed_by(&key, &self.issuer)?;
         Ok(TlsPem { ca: self.issuer.pem().into(), cert: cert.pem().into(), key: key.serialize_pem().into() })
     }
+}
+
+/// Returns the subject in a certificate, whose last part is its common name. Empty: it cannot be read.
+fn subject_of(certificate: &CertificateDer<'_>) -> String {
+    let mut roots = RootCertStore::empty();
+    let _ = roots.add(certificate.clone());
+    roots.roots.pop().map(|root| String::from_utf8_lossy(&root.subject).into_owned()).unwrap_or_default()
 }
 
 fn subject(common_name: &str) -> DistinguishedName {
@@ -272,6 +315,24 @@ mod tests {
         assert_eq!(loaded(dir, "prefill-a").name().to_string(), "baton://blue/prefill/a");
         assert_eq!(loaded(dir, "decode-b").name().to_string(), "baton://blue/decode/b");
         assert_eq!(loaded(dir, "both").name().to_string(), "baton://blue/both/*");
+    }
+
+    #[test]
+    fn the_ca_of_another_cluster_signs_nothing() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let dir = folder.path();
+        made(&args(dir, &["router"])).expect("made");
+        let other = CertsArgs { cluster: "green".to_owned(), ..args(dir, &["prefill"]) };
+        let error = made(&other).expect_err("peers of blue would refuse it").to_string();
+        assert!(
+            error.contains("\"blue\", not of the cluster \"green\"") && error.contains("ca.pem"),
+            "{error}"
+        );
+        assert!(!dir.join("prefill.pem").exists());
+        let own = fs::read_to_string(dir.join("ca.pem")).expect("it is there");
+        let second = Authority::new("green", World::real().unix_time()).expect("a CA");
+        fs::write(dir.join("ca.pem"), second.issuer.pem() + &own).expect("written");
+        made(&args(dir, &["prefill"])).expect("the CA is one of two");
     }
 
     #[test]
