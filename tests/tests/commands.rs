@@ -249,6 +249,16 @@ fn what_is_no_model_is_refused_with_a_sentence_of_its_own() {
     }
 }
 
+#[test]
+fn a_measurement_of_an_absent_model_names_its_folder() {
+    for more in [&[][..], &["--device", "cpu"], &["--check"], &["--write-weights", "/no/such/folder"]] {
+        let args = [&["bench", "engine", "--model", "/no/such/model"][..], more].concat();
+        let (code, text) = started(&args, &[]);
+        assert_eq!(code, Some(3), "{more:?}: {text}");
+        assert!(text.contains("no model at /no/such/model: No such file or directory"), "{more:?}: {text}");
+    }
+}
+
 /// Copies the bundled model without its tokenizer, or without its chat template.
 fn without(what: &str) -> TempDir {
     let (from, folder) = (Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/demo"), tempfile::tempdir());

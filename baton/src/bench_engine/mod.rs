@@ -19,7 +19,7 @@ use args::{WeightFormat, WeightSource};
 use opened::AnyBackend;
 
 use crate::exit::CommandError;
-use crate::model::from_gguf;
+use crate::model::{from_gguf, not_a_model};
 
 /// All results of one run, as they are written to the JSON file.
 #[derive(Debug, Serialize)]
@@ -48,6 +48,10 @@ pub(crate) fn run(args: &EngineArgs) -> Result<ExitCode, CommandError> {
         args.model = Some(folder);
     }
     let args = &args;
+    let folders = if args.check { args.check_folders() } else { vec![args.model().to_owned()] };
+    if let Some(missing) = folders.iter().find_map(|folder| not_a_model(folder)) {
+        return Err(CommandError::start(missing));
+    }
     if let Some(folder) = &args.write_weights {
         return write_weights(args, folder);
     }
