@@ -16,7 +16,7 @@ use tokio::time::Instant;
 use types::Role;
 
 use crate::children::Node;
-use crate::cli::UpArgs;
+use crate::cli::{Order, UpArgs};
 use crate::exit::CommandError;
 use crate::identity;
 use crate::model::{self, ModelLocation};
@@ -36,6 +36,11 @@ pub(crate) fn run(args: UpArgs) -> Result<ExitCode, CommandError> {
         return Err(CommandError::usage(format!(
             "{name} is set, and `baton up` uses no certificates: its processes are on one machine"
         )));
+    }
+    if args.pool > 0 && args.order() == Order::DecodeFirst {
+        let wrong = "--pool needs --order prefill-first: with decode-first, KV goes to the decode node at once, and pool \
+                     nodes get none";
+        return Err(CommandError::usage(wrong));
     }
     let raw = router_config(&args, std::env::vars())?;
     let config = RouterConfig::resolve(raw.clone()).map_err(CommandError::usage)?;

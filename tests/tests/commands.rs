@@ -259,6 +259,18 @@ fn a_measurement_of_an_absent_model_names_its_folder() {
     }
 }
 
+#[test]
+fn a_pool_that_would_get_no_kv_is_refused() {
+    for (args, env) in [
+        (&["up", "--pool", "1", "--order", "decode-first"][..], &[][..]),
+        (&["up", "--pool", "1"], &[("BATON_ROUTER__ORDER", "decode-first")]),
+    ] {
+        let (code, text) = started(args, env);
+        assert_eq!(code, Some(2), "{text}");
+        assert!(text.contains("--pool needs --order prefill-first"), "{text}");
+    }
+}
+
 /// Copies the bundled model without its tokenizer, or without its chat template.
 fn without(what: &str) -> TempDir {
     let (from, folder) = (Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/demo"), tempfile::tempdir());
