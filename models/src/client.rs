@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use bytes::Bytes;
-use http::header::{ACCEPT_ENCODING, AUTHORIZATION, LOCATION, RANGE, USER_AGENT};
+use http::header::{ACCEPT_ENCODING, AUTHORIZATION, LOCATION, PROXY_AUTHORIZATION, RANGE, USER_AGENT};
 use http::{HeaderMap, HeaderValue, Method, Request, StatusCode, Uri};
 use http_body_util::{BodyExt as _, Empty, Limited};
 use hyper::Response;
@@ -15,6 +15,7 @@ use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::TokioExecutor;
 
 use crate::error::HubError;
+use crate::proxy::ProxyConnector;
 use crate::settings::HubSettings;
 use crate::trust;
 
@@ -26,12 +27,13 @@ const REDIRECTS_MAX: usize = 5;
 const ANSWER_BYTES_MAX: usize = 16 << 20;
 const AGENT: &str = concat!("baton/", env!("CARGO_PKG_VERSION"));
 
-type Http = HyperClient<HttpsConnector<HttpConnector>, Empty<Bytes>>;
+type Http = HyperClient<HttpsConnector<ProxyConnector>, Empty<Bytes>>;
 
 /// An HTTP client of one hub.
 #[derive(Clone, Debug)]
 pub(crate) struct Client {
     http: Http,
+    connector: ProxyConnector,
     endpoint: Uri,
     authorization: Option<HeaderValue>,
 }
@@ -53,8 +55,14 @@ impl Client {
             value.set_sensitive(true);
             Some(value)
         });
+        let mut tcp = HttpConnector::new();
+        tcp.enforce_http(false);
+        tcp.set_connect_timeout(Some(CONNECT_WITHIN));
+        tcp.set_nodelay(true);
+        let connector = ProxyConnector::new(tcp, &settings.proxies);
         Ok(Self {
-            http: http(trust::tls(&settings.authorities)?),
+            http: http(trust::tls(&settings.authorities)?, connector.clone()),
+            connector,
             endpoint: endpoint.ok_or_else(|| HubError::Endpoint { endpoint: settings.endpoint.clone() })?,
             authorization,
         })
@@ -129,6 +137,9 @@ impl Client {
         if let Some(authorization) = self.authorization.as_ref().filter(|_| self.is_hub(url)) {
             request = request.header(AUTHORIZATION, authorization);
         }
+        if let Some(authorization) = self.connector.authorization(url) {
+            request = request.header(PROXY_AUTHORIZATION, authorization);
+        }
         let request = request.body(Empty::new()).expect("the parts of the request are valid");
         let response = tokio::time::timeout(SILENT_MAX, self.http.request(request)).await;
         response.map_err(|_| silent(url))?.map_err(|error| unreachable(url, error))
@@ -139,12 +150,9 @@ impl Client {
     }
 }
 
-fn http(tls: HttpsConnectorBuilder<WantsSchemes>) -> Http {
-    let mut tcp = HttpConnector::new();
-    tcp.enforce_http(false);
-    tcp.set_connect_timeout(Some(CONNECT_WITHIN));
-    tcp.set_nodelay(true);
-    HyperClient::builder(TokioExecutor::new()).build(tls.https_or_http().enable_http1().wrap_connector(tcp))
+fn http(tls: HttpsConnectorBuilder<WantsSchemes>, connector: ProxyConnector) -> Http {
+    let tls = tls.https_or_http().enable_http1().wrap_connector(connector);
+    HyperClient::builder(TokioExecutor::new()).build(tls)
 }
 
 fn is_http(uri: &Uri) -> bool {

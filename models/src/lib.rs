@@ -3,7 +3,7 @@
 //! Suggested reading order: the bundled model ([`bundled`]) and how it is unpacked ([`unpack`]); then the hub: the name of
 //! a model ([`id`]), the settings ([`settings`]), the cache, in the layout of the hub's own tools ([`cache`]), the files
 //! that are needed ([`needed`]), the download of a folder ([`fetch`]), of one file (`download`), and the HTTP client
-//! (`client`, `trust`).
+//! (`client`, `proxy`, `trust`).
 //!
 //! A download happens before a process serves, so files are read and written with blocking calls. See
 //! `docs/decisions/0004-own-hub-client.md`.
@@ -19,6 +19,7 @@ pub mod fetch;
 mod download;
 mod digest;
 mod client;
+mod proxy;
 mod trust;
 mod progress;
 pub mod error;
@@ -26,4 +27,4 @@ pub mod error;
 pub use error::HubError;
 pub use fetch::{ConfigJudge, Hub};
 pub use id::ModelId;
-pub use settings::{Authorities, HubSettings};
+pub use settings::{Authorities, HubSettings, Proxies};

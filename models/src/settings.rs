@@ -19,6 +19,25 @@ pub struct HubSettings {
     pub offline: bool,
     /// The certificate authorities to trust instead of the machine's, if any are set.
     pub authorities: Authorities,
+    pub proxies: Proxies,
+}
+
+/// The proxies of requests, as addresses `http://host:port` that may have a user and a password. Empty: none.
+#[derive(Clone, Default, PartialEq, Eq)]
+pub struct Proxies {
+    /// The proxy of requests for which no other is set.
+    pub all: String,
+    pub http: String,
+    pub https: String,
+    /// The hosts, domains and networks that are reached without a proxy, separated by commas. `*`: all.
+    pub none_for: String,
+}
+
+impl std::fmt::Debug for Proxies {
+    /// Prints nothing of the addresses, which may have passwords.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Proxies").finish_non_exhaustive()
+    }
 }
 
 /// Files with certificate authorities.
@@ -38,16 +57,19 @@ impl std::fmt::Debug for HubSettings {
             .field("cache", &self.cache)
             .field("offline", &self.offline)
             .field("authorities", &self.authorities)
+            .field("proxies", &self.proxies)
             .finish_non_exhaustive()
     }
 }
 
 impl HubSettings {
     /// Reads the settings from `HF_ENDPOINT`, `HF_TOKEN` or the token file, `HF_HUB_CACHE`, `HF_HOME` and
-    /// `HF_HUB_OFFLINE`, and from OpenSSL's `SSL_CERT_FILE` and `SSL_CERT_DIR`.
+    /// `HF_HUB_OFFLINE`, from OpenSSL's `SSL_CERT_FILE` and `SSL_CERT_DIR`, and from `HTTPS_PROXY`, `HTTP_PROXY`,
+    /// `ALL_PROXY` and `NO_PROXY`, in upper or lower case.
     pub fn from_env(env: impl Fn(&str) -> Option<OsString>) -> Self {
         let env = |name: &str| env(name).filter(|value| !value.is_empty());
         let text = |name: &str| env(name).and_then(|value| value.into_string().ok());
+        let proxy = |name: &str| text(name).or_else(|| text(&name.to_lowercase())).unwrap_or_default();
         let home = hub_home(&env);
         let token_file = env("HF_TOKEN_PATH").map_or_else(|| home.join("token"), PathBuf::from);
         let token_in_file = || fs::read_to_string(token_file).ok();
@@ -62,6 +84,12 @@ impl HubSettings {
             authorities: Authorities {
                 file: env("SSL_CERT_FILE").map(PathBuf::from),
                 folder: env("SSL_CERT_DIR").map(PathBuf::from),
+            },
+            proxies: Proxies {
+                all: proxy("ALL_PROXY"),
+                http: proxy("HTTP_PROXY"),
+                https: proxy("HTTPS_PROXY"),
+                none_for: proxy("NO_PROXY"),
             },
         }
     }
@@ -119,6 +147,16 @@ mod tests {
         assert_eq!(settings(&[("HF_ENDPOINT", "http://mirror:1/")]).endpoint, "http://mirror:1");
         assert!(!settings(&[]).offline && !settings(&[("HF_HUB_OFFLINE", "0")]).offline);
         assert!(settings(&[("HF_HUB_OFFLINE", "True")]).offline);
+    }
+
+    #[test]
+    fn proxies_are_named_in_upper_or_lower_case() {
+        assert!(settings(&[]).proxies == Proxies::default());
+        let found =
+            settings(&[("HTTPS_PROXY", "http://user:secret@p:1"), ("no_proxy", "*"), ("http_proxy", "p:2")]);
+        let Proxies { all, http, https, none_for } = &found.proxies;
+        assert_eq!([all, http, https, none_for], ["", "p:2", "http://user:secret@p:1", "*"]);
+        assert!(!format!("{found:?}").contains("secret"));
     }
 
     #[test]

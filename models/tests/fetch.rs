@@ -8,7 +8,8 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use axum::http::StatusCode;
-use baton_models::{Authorities, Hub, HubError, HubSettings, ModelId};
+use baton_models::{Authorities, Hub, HubError, HubSettings, ModelId, Proxies};
+use support::proxy::FakeProxy;
 use support::tls::Front;
 use support::{COMMIT, FakeHub, OLD, git_name, sha256};
 
@@ -307,6 +308,7 @@ fn an_address_that_is_none_is_refused() {
         cache: PathBuf::new(),
         offline: false,
         authorities: Authorities::default(),
+        proxies: Proxies::default(),
     };
     let error = Hub::new(settings).expect_err("no scheme");
     assert!(error.to_string().contains("begin with http:// or https://"), "{error}");
@@ -362,6 +364,60 @@ async fn a_hub_without_a_trusted_certificate_gets_no_request() {
         );
     }
     assert_eq!(fake.received(), [""; 0], "no question, and no token");
+}
+
+#[tokio::test]
+async fn a_hub_is_asked_through_the_proxy_of_its_scheme() {
+    let fake = FakeHub::new(&files()).await;
+    let front = Front::of(fake.hub(), "127.0.0.1").await;
+    let (plain, tunnels) = (FakeProxy::new().await, FakeProxy::new().await);
+    let of = |proxy: &FakeProxy| format!("http://user:secret@{}", proxy.addr());
+    let proxies = Proxies { http: of(&plain), https: of(&tunnels), ..Proxies::default() };
+    let none_for = Proxies { none_for: "127.0.0.0/8".to_owned(), ..proxies.clone() };
+    for (endpoint, proxies, asked) in [
+        (format!("http://{}", fake.hub()), &proxies, "GET http://127.0.0.1:"),
+        (front.endpoint(), &proxies, "CONNECT 127.0.0.1:"),
+        (front.endpoint(), &none_for, ""),
+    ] {
+        let cache = tempfile::tempdir().expect("a folder");
+        let authorities = Authorities { file: Some(front.authority()), folder: None };
+        let settings = HubSettings {
+            endpoint: endpoint.clone(),
+            authorities,
+            proxies: proxies.clone(),
+            ..fake.settings(cache.path())
+        };
+        fetched(&Hub::new(settings).expect("an address"), "org/name").await.expect("fetched");
+        let received = [tunnels.received(), plain.received()].concat();
+        assert_eq!(received.is_empty(), asked.is_empty(), "{endpoint}: {received:?}");
+        if let Some(first) = received.first() {
+            assert!(first.starts_with(asked), "{endpoint}: {received:?}");
+        }
+        // The password of "user:secret", in each request to a proxy.
+        assert!(
+            received.iter().all(|head| head.contains("Basic dXNlcjpzZWNyZXQ=")),
+            "{endpoint}: {received:?}"
+        );
+    }
+}
+
+#[tokio::test]
+async fn a_proxy_that_fails_is_named() {
+    let (fake, cache) = (FakeHub::new(&files()).await, tempfile::tempdir().expect("a folder"));
+    for (proxy, why) in [
+        ("http://127.0.0.1:9", "the proxy http://127.0.0.1:9/: "),
+        (
+            "socks5://127.0.0.1:9",
+            "the proxy socks5://127.0.0.1:9/ is not supported: it must begin with http://",
+        ),
+    ] {
+        let proxies = Proxies { all: proxy.to_owned(), ..Proxies::default() };
+        let settings = HubSettings { proxies, ..fake.settings(cache.path()) };
+        let error =
+            fetched(&Hub::new(settings).expect("an address"), "org/name").await.expect_err("no proxy");
+        assert!(sentence(&error).contains(why), "{}", sentence(&error));
+    }
+    assert_eq!(fake.received(), [""; 0]);
 }
 
 #[tokio::test]

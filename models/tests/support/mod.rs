@@ -1,5 +1,6 @@
 //! A fake hub on this machine, with the paths, headers, redirects and failures of the real one.
 
+pub mod proxy;
 pub mod tls;
 
 use std::collections::BTreeMap;
@@ -13,7 +14,7 @@ use axum::http::{HeaderMap, StatusCode, header};
 use axum::response::{IntoResponse as _, Response};
 use axum::routing::get;
 use axum::{Json, Router};
-use baton_models::{Authorities, Hub, HubSettings};
+use baton_models::{Authorities, Hub, HubSettings, Proxies};
 use futures::stream::{self, StreamExt as _};
 use ring::digest::{Context, SHA1_FOR_LEGACY_USE_ONLY, SHA256, digest};
 use serde_json::json;
@@ -77,6 +78,7 @@ impl FakeHub {
             cache: cache.to_owned(),
             offline: false,
             authorities: Authorities::default(),
+            proxies: Proxies::default(),
         }
     }
 
