@@ -112,10 +112,14 @@ fn told(what: &str, node: &str, answer: &NodeAnswer) -> Result<String, String> {
         (Some(before), Some(after)) => format!(": {} MiB in use, {} MiB before", after >> 20, before >> 20),
         _ => String::new(),
     };
+    let unknown = match body["announced"].as_bool() {
+        Some(false) => "; the registry does not answer: routers will know when it does",
+        _ => "",
+    };
     Ok(match what {
         "sleep" => format!("asleep after {seconds:.1} s{used}; baton wake {node}"),
-        _ if what.starts_with("role?") => format!("role changed after {seconds:.1} s"),
-        _ => format!("awake after {seconds:.1} s{used}"),
+        _ if what.starts_with("role?") => format!("role changed after {seconds:.1} s{unknown}"),
+        _ => format!("awake after {seconds:.1} s{used}{unknown}"),
     })
 }
 
@@ -144,7 +148,13 @@ mod tests {
                 json!({ "seconds": 1.25, "used_bytes_before": 9 << 20, "used_bytes_after": 1 << 20 }),
                 Ok("asleep after 1.2 s: 1 MiB in use, 9 MiB before; baton wake http://127.0.0.1:9"),
             ),
-            ("wake", 200, json!({ "seconds": 3.0 }), Ok("awake after 3.0 s")),
+            ("wake", 200, json!({ "seconds": 3.0, "announced": true }), Ok("awake after 3.0 s")),
+            (
+                "role?role=both&force=true",
+                200,
+                json!({ "seconds": 0.3, "announced": false }),
+                Ok("role changed after 0.3 s; the registry does not answer: routers will know when it does"),
+            ),
             ("role?role=both&force=false", 200, json!({ "seconds": 0.3 }), Ok("role changed after 0.3 s")),
             (
                 "wake",

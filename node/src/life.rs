@@ -29,6 +29,8 @@ pub struct Life<'a> {
     pub registry: &'a dyn Registry,
     /// Triggers the drain of the node.
     pub shutdown: Shutdown,
+    /// Is triggered when the registry lists the node.
+    pub announced: Shutdown,
     /// Whether the worker outlives the drain, for another role.
     pub worker_stays: Arc<AtomicBool>,
     pub readiness: Readiness,
@@ -71,6 +73,7 @@ pub async fn live(parts: NodeParts, services: Routes, life: Life<'_>) -> Result<
         drain: life.config.drain,
         shutdown: life.shutdown,
         draining,
+        announced: life.announced,
     };
     let announcement = Announcement {
         id: life.id,

@@ -42,6 +42,9 @@ use crate::switch::{
 /// The longest time that the tasks of a life may take to end after its ports are closed.
 const END_WITHIN: Duration = Duration::from_secs(10);
 
+/// The longest wait of a switch's caller for the registry to list the node.
+const ANNOUNCED_WITHIN: Duration = Duration::from_secs(5);
+
 /// The interval of attempts to sleep while the backend's memory is still in use.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 
@@ -260,12 +263,14 @@ impl Node<'_> {
         let services = (self.services)(self.role, &parts).map_err(NodeError::Services)?;
         let model = Arc::clone(&parts.model);
         let (ending, worker_stays) = (self.shutdown.child(), Arc::new(AtomicBool::new(false)));
+        let announced = Shutdown::new();
         let life = Life {
             config: self.config,
             id: self.id.clone(),
             role: self.role,
             registry: self.registry,
             shutdown: ending.clone(),
+            announced: announced.clone(),
             worker_stays: Arc::clone(&worker_stays),
             readiness: self.readiness.clone(),
             switch: self.switch.clone(),
@@ -279,9 +284,9 @@ impl Node<'_> {
             tokio::select! {
                 biased;
                 ended = &mut living => return Ok(ServicesEnd::of(ended, waiting)),
-                () = self.readiness.wait(), if !is_ready => {
+                () = in_use(&self.readiness, &announced), if !is_ready => {
                     is_ready = true;
-                    waiting.take().into_iter().for_each(|it| it.done(used_bytes));
+                    waiting.take().into_iter().for_each(|it| it.done(used_bytes, &announced));
                 }
                 asked = self.requests.next() => match asked.request {
                     SwitchRequest::Wake(_) => asked.answer(Err(SwitchRefusal::AwakeAlready)),
@@ -304,7 +309,7 @@ impl Node<'_> {
                 },
             }
         };
-        waiting.take().into_iter().for_each(|it| it.done(used_bytes));
+        waiting.take().into_iter().for_each(|it| it.done(used_bytes, &announced));
         match role {
             None => info!("node was asked to sleep"),
             Some(role) => info!(%role, "node was asked to change its role"),
@@ -362,7 +367,8 @@ impl Node<'_> {
         match slept(backend, self.drive).await? {
             Ok(asleep) => {
                 self.say_asleep();
-                let Change { took, used_bytes_before, used_bytes_after } = waiting.tell(asleep.used_bytes());
+                let change = waiting.tell(asleep.used_bytes(), None);
+                let Change { took, used_bytes_before, used_bytes_after, .. } = change;
                 info!(
                     ms = took.as_millis() as u64,
                     used_bytes_before, used_bytes_after, "node is asleep, its device memory is released"
@@ -501,6 +507,12 @@ async fn backend_of(parts: NodeParts, worker_run: WorkerRun) -> Result<Box<dyn B
     }
 }
 
+/// Waits until the node is ready, and for a while until the registry lists it. Cancel-safe.
+async fn in_use(readiness: &Readiness, announced: &Shutdown) {
+    readiness.wait().await;
+    let _ = tokio::time::timeout(ANNOUNCED_WITHIN, announced.wait()).await;
+}
+
 /// Runs blocking work on another thread, or inline if the worker is simulated.
 async fn aside<T: Send + 'static>(
     drive: Drive,
@@ -530,14 +542,14 @@ impl Waiting {
     }
 
     /// Tells the caller that the node is awake, or has its new role.
-    fn done(self, used_bytes: Option<u64>) {
-        let request = self.asked.request;
+    fn done(self, used_bytes: Option<u64>, announced: &Shutdown) {
+        let (request, announced) = (self.asked.request, announced.requested());
         if let SwitchRequest::Role(RoleRequest { role, .. }) = request {
-            let ms = self.tell(None).took.as_millis() as u64;
-            return info!(ms, %role, "node has changed its role, its KV stays");
+            let ms = self.tell(None, Some(announced)).took.as_millis() as u64;
+            return info!(ms, %role, announced, "node has changed its role, its KV stays");
         }
-        let Change { took, used_bytes_before, used_bytes_after } = self.tell(used_bytes);
-        info!(ms = took.as_millis() as u64, used_bytes_before, used_bytes_after, "node is awake");
+        let Change { took, used_bytes_before, used_bytes_after, .. } = self.tell(used_bytes, Some(announced));
+        info!(ms = took.as_millis() as u64, used_bytes_before, used_bytes_after, announced, "node is awake");
     }
 
     fn role_stays(self, role: Role, why: String) {
@@ -551,11 +563,12 @@ impl Waiting {
     }
 
     /// Sends the caller a successful answer, with the duration and the memory in use.
-    fn tell(self, used_bytes: Option<u64>) -> Change {
+    fn tell(self, used_bytes: Option<u64>, announced: Option<bool>) -> Change {
         let change = Change {
             took: self.since.elapsed(),
             used_bytes_before: self.used_bytes,
             used_bytes_after: used_bytes,
+            announced,
         };
         self.asked.answer(Ok(change));
         change

@@ -43,6 +43,8 @@ pub struct RunningNode<'a> {
     pub shutdown: Shutdown,
     /// A signal that is triggered when the node stops accepting new work.
     pub draining: Shutdown,
+    /// A signal that is triggered when the registry lists the node.
+    pub announced: Shutdown,
 }
 
 impl Announcement<'_> {
@@ -76,8 +78,12 @@ impl RunningNode<'_> {
         let info = announcement.info();
         let announced = self.registry.announce(info.clone()).await.map_err(NodeError::Announce)?;
         let watch = spawn_guarded(self.ports.gate(), "watchdog", watch);
-        let registration =
-            follow_registration(self.readiness.clone(), info.id.clone(), announced.standings());
+        let registration = follow_registration(
+            self.readiness.clone(),
+            info.id.clone(),
+            announced.standings(),
+            self.announced,
+        );
         let registration = spawn_guarded(self.ports.gate(), "registration", registration);
         info!(node = %info.id, epoch = %info.epoch, role = %info.role, address = info.address, admin = info.admin,
             connectors = ?announcement.connectors, model = info.model.name, "node is up");
@@ -95,16 +101,20 @@ impl RunningNode<'_> {
     }
 }
 
-/// Makes the node unready while another process has its id. An unreachable registry changes nothing, because routers
-/// keep the members that they know.
+/// Makes the node unready while another life of it is announced. An unreachable registry changes nothing, because routers
+/// keep the members that they know. Triggers `announced` when the registry lists the node.
 async fn follow_registration(
     readiness: Readiness,
     id: NodeId,
     mut standing: watch::Receiver<AnnouncementState>,
+    announced: Shutdown,
 ) {
     loop {
         match *standing.borrow_and_update() {
-            AnnouncementState::Member => readiness.set_registration(None),
+            AnnouncementState::Member => {
+                readiness.set_registration(None);
+                announced.trigger();
+            }
             AnnouncementState::Superseded => readiness.set_registration(Some(format!(
                 "another process has announced node {id} later: give each node its own node.id, or stop one of the two"
             ))),
@@ -125,9 +135,13 @@ mod tests {
         let readiness = Readiness::unready("starting");
         let (standing, standings) = watch::channel(AnnouncementState::Trying);
         let gate = Gate::new("test");
-        let following = follow_registration(readiness.clone(), NodeId::new("decode-0"), standings);
+        let announced = Shutdown::new();
+        let following =
+            follow_registration(readiness.clone(), NodeId::new("decode-0"), standings, announced.clone());
         let _following = spawn_guarded(&gate, "registration", following);
         readiness.set_ready();
+        tokio::time::sleep(Duration::from_millis(1)).await;
+        assert!(!announced.requested(), "no registry lists it yet");
         for (state, is_ready) in [
             (AnnouncementState::Trying, true),
             (AnnouncementState::Member, true),
@@ -144,6 +158,7 @@ mod tests {
             assert_eq!(readiness.check().is_ok(), is_ready, "{state:?}");
             assert_eq!(readiness.check_rollout().is_ok(), is_ready, "{state:?}");
         }
+        assert!(announced.requested());
         let reason = readiness.check().expect_err("superseded");
         assert!(reason.contains("decode-0") && reason.contains("node.id"), "{reason}");
     }

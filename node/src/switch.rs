@@ -63,6 +63,8 @@ pub struct Change {
     pub took: Duration,
     pub used_bytes_before: Option<u64>,
     pub used_bytes_after: Option<u64>,
+    /// Whether the registry lists the node as it is now; `None`: it sleeps.
+    pub announced: Option<bool>,
 }
 
 /// The reason why a switch request had no effect.
@@ -232,7 +234,8 @@ impl PendingSwitch {
     pub fn begins(&mut self) {
         let waits = self.answered_at == AnsweredAt::Begin;
         if let Some(caller) = self.answer.take_if(|_| waits) {
-            let change = Change { took: Duration::ZERO, used_bytes_before: None, used_bytes_after: None };
+            let (used_bytes_before, used_bytes_after, announced) = (None, None, None);
+            let change = Change { took: Duration::ZERO, used_bytes_before, used_bytes_after, announced };
             let _ = caller.send(Ok(change));
         }
     }
@@ -279,10 +282,11 @@ impl SwitchRefusal {
 
 fn page(answer: Result<Change, SwitchRefusal>) -> Response {
     match answer {
-        Ok(Change { took, used_bytes_before, used_bytes_after }) => Json(json!({
+        Ok(Change { took, used_bytes_before, used_bytes_after, announced }) => Json(json!({
             "seconds": took.as_secs_f64(),
             "used_bytes_before": used_bytes_before,
             "used_bytes_after": used_bytes_after,
+            "announced": announced,
         }))
         .into_response(),
         Err(unchanged) => {
@@ -299,8 +303,12 @@ mod tests {
 
     use super::*;
 
-    const CHANGE: Change =
-        Change { took: Duration::from_secs(2), used_bytes_before: Some(5), used_bytes_after: None };
+    const CHANGE: Change = Change {
+        took: Duration::from_secs(2),
+        used_bytes_before: Some(5),
+        used_bytes_after: None,
+        announced: Some(false),
+    };
 
     #[tokio::test]
     async fn a_request_is_answered() {
@@ -379,7 +387,11 @@ mod tests {
     #[tokio::test]
     async fn pages_say_what_they_mean() {
         for (answer, status, body) in [
-            (Ok(CHANGE), 200, r#"{"seconds":2.0,"used_bytes_before":5,"used_bytes_after":null}"#),
+            (
+                Ok(CHANGE),
+                200,
+                r#"{"announced":false,"seconds":2.0,"used_bytes_after":null,"used_bytes_before":5}"#,
+            ),
             (
                 Err(SwitchRefusal::AsleepAlready),
                 409,

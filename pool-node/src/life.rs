@@ -90,7 +90,8 @@ pub async fn live(life: Life<'_>) -> Result<(), PoolNodeError> {
 
     let watch = keep_ready(readiness.clone(), standings);
     let (work, drain) = (parts.gate.clone(), config.drain);
-    let running = RunningNode { registry, readiness, ports, work, drain, shutdown, draining };
+    let announced = Shutdown::new();
+    let running = RunningNode { registry, readiness, ports, work, drain, shutdown, draining, announced };
     let announcement = Announcement {
         id,
         role: Role::Pool,

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use baton_tests::check::prompts;
 use baton_tests::logs::THE_REGISTRY_IS_AWAY;
-use baton_tests::{Ask, Etcd, Node, Up, Wire, eventually, undisturbed};
+use baton_tests::{Ask, Etcd, Node, Up, Wire, eventually, executable, undisturbed};
 use futures::future::join_all;
 use registry::etcd::client::{prefix_end, v3};
 use registry::etcd::{EtcdClient, EtcdSettings};
@@ -128,6 +128,20 @@ async fn etcd_may_be_away_for_seconds_and_come_back_with_its_data() {
     };
     through(&up, trouble).await;
     up.baseline().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_role_that_no_router_knows_yet_is_told_as_such() {
+    let mut etcd = Etcd::start();
+    let up = cluster(&url(etcd.endpoints()[0].as_str())).await;
+    let decode = up.of_role("decode").await.swap_remove(0);
+    etcd.kill();
+    let said = executable::run(&["admin", "role", &decode.admin, "both", "--force"]).stdout;
+    assert!(said.contains("role changed after") && said.contains("routers will know when it does"), "{said}");
+    let role = async || up.nodes().await.into_iter().find(|node| node.id == decode.id).map(|node| node.role);
+    assert_eq!(role().await.as_deref(), Some("decode"), "the router does not know");
+    etcd.restart();
+    eventually("the router to know", async || (role().await? == "both").then_some(())).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
