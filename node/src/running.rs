@@ -116,7 +116,8 @@ async fn follow_registration(
                 announced.trigger();
             }
             AnnouncementState::Superseded => readiness.set_registration(Some(format!(
-                "another process has announced node {id} later: give each node its own node.id, or stop one of the two"
+                "another process has announced node {id} later: give each node its own node.id, or stop one of the two. \
+                 If this machine's clock was set back, the entry is of this node's last process and expires within seconds"
             ))),
             AnnouncementState::Trying | AnnouncementState::Withdrawn => {}
         }
@@ -161,5 +162,6 @@ mod tests {
         assert!(announced.requested());
         let reason = readiness.check().expect_err("superseded");
         assert!(reason.contains("decode-0") && reason.contains("node.id"), "{reason}");
+        assert!(reason.contains("clock was set back"), "{reason}");
     }
 }

@@ -34,7 +34,10 @@ pub enum RegistryError {
     #[error("the lease has expired or is unknown to the registry")]
     LeaseLost,
     /// A later life of the same node is a member.
-    #[error("a later life of node {id} is already a member (this one is {epoch})")]
+    #[error(
+        "a later life of node {id} is already a member (this one is {epoch}): another process has this id, or the clock \
+         was set back and the earlier lease has not expired"
+    )]
     Superseded { id: NodeId, epoch: Epoch },
     /// Another process has the lock.
     #[error("another process has the lock")]
