@@ -2,6 +2,9 @@
 //!
 //! [`Breaker`] is the pure core. [`Breakers`] has one for each node that has failed lately, and decides which
 //! nodes a policy sees. The last nodes of a kind are never left out: a node that may fail is better than none.
+//! [`paths`] has one for each pair of nodes between which KV was lost.
+
+mod paths;
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -13,6 +16,7 @@ use tracing::info;
 use types::{NodeId, NodeInfo, Refusal, RefusalKind};
 
 use crate::policy::{ClusterView, Decision, NodeView, Route};
+use paths::{PathChoice, PathEnds, Paths};
 
 /// The failures in a row that open a breaker.
 const FAILURES_MAX: u32 = 3;
@@ -45,6 +49,11 @@ pub struct Breaker {
 impl Breaker {
     pub(crate) fn new(now: Instant) -> Self {
         Self { state: BreakerState::Closed, failures: 0, open_for: *OPEN_FOR.start(), last_failure: now }
+    }
+
+    /// Makes a breaker that opens with the next failure.
+    fn suspecting(now: Instant) -> Self {
+        Self { failures: FAILURES_MAX - 1, ..Self::new(now) }
     }
 
     pub fn state(&self) -> BreakerState {
@@ -105,10 +114,17 @@ pub struct Breakers(Arc<Inner>);
 
 #[derive(Debug)]
 struct Inner {
-    /// The nodes that have failed and have not succeeded since. Locked for one look-up or change.
-    failing: Mutex<BTreeMap<NodeId, NodeFailures>>,
+    /// Locked for one look-up or change, or one choice.
+    failing: Mutex<Failing>,
     changes: IntCounterVec,
     n_open: IntGauge,
+}
+
+#[derive(Debug, Default)]
+struct Failing {
+    /// The nodes that have failed and have not succeeded since.
+    nodes: BTreeMap<NodeId, NodeFailures>,
+    paths: Paths,
 }
 
 /// The failures of one life of a node.
@@ -118,11 +134,17 @@ struct NodeFailures {
     breaker: Breaker,
 }
 
-/// The request that tries a node. Without a verdict, its drop lets another request try the node.
+/// The request that tries a node or a path. Without a verdict, its drop lets another request try it.
 #[derive(Debug)]
 pub(crate) struct Trial {
     breakers: Breakers,
-    node: NodeId,
+    of: Tried,
+}
+
+#[derive(Debug)]
+enum Tried {
+    Node(NodeId),
+    Path(PathEnds),
 }
 
 impl Breakers {
@@ -131,24 +153,31 @@ impl Breakers {
         Self(Arc::new(Inner { failing: Mutex::default(), changes, n_open }))
     }
 
-    /// Has `choose` choose a route among the nodes whose breakers are not open. Returns the route, and the trials
-    /// that it makes.
+    /// Has `choose` choose a route among the nodes whose breakers are not open, over a path that works. `held_by` is the
+    /// node that holds the KV already. Returns the route, and the trials that it makes.
     pub(crate) fn route<E>(
         &self,
         mut view: ClusterView,
         now: Instant,
-        choose: impl FnOnce(&ClusterView) -> Result<Decision, E>,
+        held_by: Option<&NodeInfo>,
+        choose: impl Fn(&ClusterView) -> Result<Decision, E>,
     ) -> Result<(Decision, Vec<Trial>), E> {
         let mut failing = self.failing();
-        if failing.is_empty() {
+        if failing.nodes.is_empty() && failing.paths.len() == 0 {
             drop(failing);
             return choose(&view).map(|decision| (decision, Vec::new()));
         }
-        filter(&mut view, &failing, now);
+        filter(&mut view, &failing.nodes, now);
         // The lock is held, so that two requests do not try one node.
-        let decision = choose(&view)?;
+        let decision = failing.paths.choose(&view, &PathChoice { choose, held_by, now })?;
         let nodes = decision.route.prefill.iter().chain([&decision.route.decode]);
-        let trials = nodes.filter_map(|node| self.begin(node, &mut failing, now)).collect();
+        let mut trials: Vec<Trial> =
+            nodes.filter_map(|node| self.begin(node, &mut failing.nodes, now)).collect();
+        if let Some(path) = PathEnds::of(&decision.route, held_by)
+            && failing.paths.get_mut(&path).is_some_and(|breaker| breaker.begin(now))
+        {
+            trials.push(Trial { breakers: self.clone(), of: Tried::Path(path) });
+        }
         drop(failing);
         Ok((decision, trials))
     }
@@ -164,11 +193,11 @@ impl Breakers {
         if tries {
             self.changed("half_open");
         }
-        tries.then(|| Trial { breakers: self.clone(), node: node.id.clone() })
+        tries.then(|| Trial { breakers: self.clone(), of: Tried::Node(node.id.clone()) })
     }
 
     /// Notes a failed attempt. Only failed work counts: a node without room, or one that stops, works well. If
-    /// KV was lost between two nodes, it counts against both nodes of the route.
+    /// KV was lost between two nodes, it counts against both nodes of the route, and against the path.
     pub(crate) fn failed(
         &self,
         node: &Arc<NodeInfo>,
@@ -180,6 +209,7 @@ impl Breakers {
         let both = route.filter(|_| matches!(kind, RefusalKind::Wire | RefusalKind::Landing));
         match (both, kind) {
             (Some(route), _) => {
+                self.path_failed(route, refusal, now);
                 for node in route.prefill.iter().chain([&route.decode]) {
                     self.count(node, refusal, now);
                 }
@@ -195,7 +225,7 @@ impl Breakers {
         if node.role.pools() {
             return; // KV goes to prefill nodes while a pool node fails.
         }
-        let mut failing = self.failing();
+        let failing = &mut self.failing().nodes;
         failing.retain(|_, one| !one.breaker.is_forgotten(now) && one.is_life_of(node));
         let first = || NodeFailures { info: Arc::clone(node), breaker: Breaker::new(now) };
         let breaker = &mut failing.entry(node.id.clone()).or_insert_with(first).breaker;
@@ -204,24 +234,32 @@ impl Breakers {
             self.changed("open");
             info!(node = %node.id, failures, ?open_for, %refusal, "node gets no work for a while: its work fails");
         }
-        self.count_open(&failing);
+        self.count_open(failing);
+    }
+
+    fn path_failed(&self, route: &Route, refusal: &Refusal, now: Instant) {
+        let Some(path) = PathEnds::of(route, None) else { return };
+        if let Some(Breaker { open_for, .. }) = self.failing().paths.failed(path, now) {
+            let (from, to) = (route.prefill.as_ref().map(|node| &node.id), &route.decode.id);
+            info!(?from, %to, ?open_for, %refusal, "no KV is sent between two nodes for a while: it was lost");
+        }
     }
 
     /// Notes that a node has done its work.
     pub(crate) fn succeeded(&self, node: &NodeId) {
-        let mut failing = self.failing();
+        let failing = &mut self.failing().nodes;
         let Some(one) = failing.remove(node) else { return };
         if one.breaker.state != BreakerState::Closed {
             self.changed("closed");
             info!(%node, "node gets work again");
         }
-        self.count_open(&failing);
+        self.count_open(failing);
     }
 
     /// Returns the breaker of a node that has failed lately.
     pub fn of(&self, node: &NodeInfo) -> Option<Breaker> {
         let failing = self.failing();
-        let one = failing.get(&node.id).filter(|one| one.info.epoch == node.epoch)?;
+        let one = failing.nodes.get(&node.id).filter(|one| one.info.epoch == node.epoch)?;
         Some(one.breaker)
     }
 
@@ -234,16 +272,31 @@ impl Breakers {
         self.0.n_open.set(n as i64);
     }
 
-    fn failing(&self) -> MutexGuard<'_, BTreeMap<NodeId, NodeFailures>> {
+    fn failing(&self) -> MutexGuard<'_, Failing> {
         self.0.failing.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Trial {
+    /// Notes that KV has arrived over the path, if this is the trial of one.
+    pub(crate) fn kv_arrived(&self) {
+        if let Tried::Path(path) = &self.of
+            && self.breakers.failing().paths.worked(path)
+        {
+            info!(?path, "KV is sent between two nodes again");
+        }
     }
 }
 
 impl Drop for Trial {
     fn drop(&mut self) {
         let mut failing = self.breakers.failing();
-        if let Some(one) = failing.get_mut(&self.node) {
-            one.breaker.abandoned(Instant::now());
+        let breaker = match &self.of {
+            Tried::Node(node) => failing.nodes.get_mut(node).map(|one| &mut one.breaker),
+            Tried::Path(path) => failing.paths.get_mut(path),
+        };
+        if let Some(breaker) = breaker {
+            breaker.abandoned(Instant::now());
         }
     }
 }

@@ -156,10 +156,7 @@ impl Continuation {
                         self.state = State::Decoding(decoding);
                         return Poll::Ready(Some(Ok(step)));
                     }
-                    Poll::Ready(Err(failure)) => {
-                        drop(decoding);
-                        self.failed(failure)
-                    }
+                    Poll::Ready(Err(failure)) => self.failed(failure, &decoding.call),
                     Poll::Pending => {
                         let end = self.end.poll(cx);
                         if end.is_pending() {
@@ -241,10 +238,11 @@ impl Continuation {
         }
     }
 
-    /// Counts the failure of a decode node, and goes on without it.
-    fn failed(&mut self, failure: Failure) -> Result<State, ServeError> {
+    /// Counts the failure of a decode node, or between the nodes of its KV, and goes on without it.
+    fn failed(&mut self, failure: Failure, call: &DecodeCall) -> Result<State, ServeError> {
         let now = self.dispatch.parts().world.now();
-        self.dispatch.breakers().failed(&failure.node, &failure.refusal, None, now);
+        let route = call.arriving_on();
+        self.dispatch.breakers().failed(&failure.node, &failure.refusal, route.as_ref(), now);
         self.restarting(failure.into())
     }
 

@@ -29,7 +29,7 @@ use crate::continuation::{Continuation, RequestGuards};
 use crate::drain::Drain;
 use crate::error::{AcceptError, ServeError};
 use crate::metrics::{Outcome, RouterMetrics, Stage};
-use crate::policy::{AllowedArms, Ask, Decision, NoRoute, Order, Route, RoutingPolicy};
+use crate::policy::{AllowedArms, Ask, ClusterView, Decision, NoRoute, Order, Route, RoutingPolicy};
 use crate::predictions::Prediction;
 use crate::requests::{Part, RecordHead, RequestEvent, RequestRecord, Requests};
 use crate::rpc::{DecodeCall, DecodeProgress, Failure, NodeClient, Opening, PrefillOffer};
@@ -474,7 +474,12 @@ impl<'a> Attempts<'a> {
         let Dispatch { breakers, choosing, .. } = self.dispatch;
         let _choosing = choosing.lock().unwrap_or_else(PoisonError::into_inner);
         let view = cluster.view(ask, without);
-        let (decision, trials) = breakers.route(view, world.now(), |view| policy.route(ask, view, draw))?;
+        let held_by = match ask.arms {
+            AllowedArms::OnlyHeld { by } => Some(by),
+            AllowedArms::RemoteOrLocal | AllowedArms::OnlyLocal => None,
+        };
+        let choose = |view: &ClusterView| policy.route(ask, view, draw);
+        let (decision, trials) = breakers.route(view, world.now(), held_by, choose)?;
         let assigned = cluster.assign(ask, &decision);
         Ok(Chosen { decision, assigned, trials })
     }

@@ -29,6 +29,7 @@ use types::{
 
 use crate::breaker::Trial;
 use crate::error::ServeError;
+use crate::policy::Route;
 use crate::serve::Detail;
 pub use prefill::PrefillCall;
 pub use put::PutCall;
@@ -430,6 +431,12 @@ impl DecodeCall {
         self.trials = trials;
     }
 
+    /// Returns the route whose KV is on the way.
+    pub(crate) fn arriving_on(&self) -> Option<Route> {
+        let prefill = Some(self.kv.as_ref()?.node().clone());
+        Some(Route { prefill, decode: self.info.clone() })
+    }
+
     /// Notes a step. Returns true for the first one, which shows that the node works.
     pub(crate) fn has_worked(&mut self) -> bool {
         !std::mem::replace(&mut self.is_proven, true)
@@ -452,7 +459,10 @@ impl DecodeCall {
             None => ready!(self.poll_read(cx))?,
         };
         // Any further event means that the KV has arrived.
-        self.kv.take().into_iter().for_each(PrefillCall::let_end);
+        if let Some(sender) = self.kv.take() {
+            self.trials.iter().for_each(Trial::kv_arrived);
+            sender.let_end();
+        }
         Poll::Ready(Ok(progress))
     }
 

@@ -87,6 +87,11 @@ impl Hosts {
         ip(&format!("-n {} link set port{} up", self.switch(), self.index(name)));
     }
 
+    /// Loses all packets from one host to another without notice, as a firewall between the two does.
+    pub fn part(&self, from: &str, to: &str) {
+        ip(&format!("-n {} route add blackhole {}", self.namespace_of(from), self.addr_of(to)));
+    }
+
     /// Returns the bytes that the host has sent.
     pub fn bytes_sent(&self, name: &str) -> u64 {
         let link = self.statistics(&format!("port{}", self.index(name)));

@@ -24,6 +24,8 @@ const TOKENS: u32 = 300;
 /// The time for which nodes are cut off from the router, and the time after which it must know their caches again.
 const CUT: Duration = Duration::from_secs(30);
 const KNOWN_AGAIN: Duration = Duration::from_secs(2);
+/// The number of requests over all paths while one of them is broken.
+const N_OVER_PATHS: u64 = 48;
 /// The bandwidth of a slow cable in bytes per second: a tenth of a host's traffic with half of the load on a
 /// good cable.
 const SLOW: u32 = 60_000;
@@ -133,8 +135,12 @@ impl Cluster {
         for (variable, value) in service["environment"].as_object().into_iter().flatten() {
             command.env(variable, value.as_str().expect("a text"));
         }
-        // The model's variables are left out for a pool node, because it has no model.
-        let is_known = |variable: &str| !(name.starts_with("pool") && variable.starts_with("BATON_MODEL__"));
+        // A pool node has no model, and only the router has the router's settings.
+        let is_known = |variable: &str| match variable {
+            _ if variable.starts_with("BATON_MODEL__") => !name.starts_with("pool"),
+            _ if variable.starts_with("BATON_ROUTER__") => name == "router",
+            _ => true,
+        };
         command.envs(env.iter().copied().filter(|(variable, _)| is_known(variable)));
         // The admin key is turned off, because the test reads /debug without a key.
         command.env("BATON_CLUSTER__ADMIN_KEY_FILE", "").env("BATON_CLUSTER__INSECURE", "true");
@@ -265,6 +271,27 @@ async fn the_cache_of_a_cut_node_is_unknown_and_soon_exact_again() {
     let (n_asked, took) = tokio::join!(run, cutting);
     assert!(n_asked > 30, "{n_asked} requests");
     assert!(took < KNOWN_AGAIN, "the caches were known again after {took:?}");
+}
+
+/// No KV passes from one prefill node to one decode node. Both work with the others, so few requests try this path.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_broken_path_between_two_nodes_delays_few_requests() {
+    if !hosts::possible() {
+        eprintln!("hosts need root and iproute2; nothing was tested");
+        return;
+    }
+    let env = [("BATON_MODEL__PATH", "mock:/etc/baton/paced.toml"), ("BATON_ROUTER__ORDER", "decode-first")];
+    let cluster = Cluster::start(&env).await;
+    cluster.hosts.part("decode-1", "prefill-0");
+    let mut n_late = 0;
+    for idx in 0..N_OVER_PATHS {
+        let ask = Ask::new(prompts(idx, 1, 200).remove(0), 8);
+        let began = tokio::time::Instant::now();
+        cluster.client.ask(&ask).await.unwrap_or_else(|failed| panic!("request {idx}: {failed:?}"));
+        n_late += u32::from(began.elapsed() > Duration::from_secs(2));
+    }
+    // A quarter of the routes uses the path.
+    assert!((1..=4).contains(&n_late), "{n_late} of {N_OVER_PATHS} requests were late");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -1,5 +1,7 @@
 //! Tests of breakers: a table of events, and views.
 
+use std::cell::RefCell;
+
 use prometheus::{IntCounterVec, IntGauge, Opts};
 use types::{Epoch, Role};
 
@@ -86,18 +88,23 @@ fn breakers() -> Breakers {
     Breakers::new(changes, IntGauge::new("open", "o").expect("a gauge"))
 }
 
+/// Chooses the first node of each kind.
+fn first(view: &ClusterView) -> Result<Decision, NoRoute> {
+    let decode = view.nodes.iter().find(|node| node.info.role.decodes()).ok_or(NoRoute::NoDecode)?;
+    let prefill = view.prefill_nodes().next().map(|node| Arc::clone(&node.info));
+    let route = Route { prefill, decode: Arc::clone(&decode.info) };
+    let (arm, choice, terms) = (Arm::Remote, Choice::Rule, Terms::default());
+    Ok(Decision { route, arm, choice, terms, regret_ms: 0.0, candidates: Vec::new() })
+}
+
 /// Routes to the first node of each kind, and returns the nodes that the policy saw.
 fn route(breakers: &Breakers, view: ClusterView) -> (Vec<String>, Vec<Trial>) {
-    let mut seen = Vec::new();
-    let chosen = breakers.route(view, Instant::now(), |view| {
-        seen.extend(view.nodes.iter().map(|node| node.info.id.to_string()));
-        let decode = view.nodes.iter().find(|node| node.info.role.decodes()).ok_or(NoRoute::NoDecode)?;
-        let prefill = view.prefill_nodes().next().map(|node| Arc::clone(&node.info));
-        let route = Route { prefill, decode: Arc::clone(&decode.info) };
-        let (arm, choice, terms) = (Arm::Remote, Choice::Rule, Terms::default());
-        Ok::<_, NoRoute>(Decision { route, arm, choice, terms, regret_ms: 0.0, candidates: Vec::new() })
+    let seen = RefCell::new(Vec::new());
+    let chosen = breakers.route(view, Instant::now(), None, |view| {
+        seen.borrow_mut().extend(view.nodes.iter().map(|node| node.info.id.to_string()));
+        first(view)
     });
-    (seen, chosen.expect("a route").1)
+    (seen.into_inner(), chosen.expect("a route").1)
 }
 
 fn fail(breakers: &Breakers, node: &Arc<NodeInfo>, kind: RefusalKind, route: Option<&Route>) {
@@ -157,4 +164,64 @@ async fn kv_that_is_lost_counts_against_both_nodes() {
     tokio::time::sleep(FORGOTTEN_AFTER).await;
     fail(&breakers, &d, RefusalKind::Failed, None);
     assert_eq!((failures(&p), failures(&d)), (0, 1), "old failures are forgotten");
+}
+
+/// Routes to the first node of each kind. Returns their ids, and the trials.
+fn ends(breakers: &Breakers, nodes: &[&Arc<NodeInfo>]) -> (String, Vec<Trial>) {
+    let chosen = breakers.route(view(nodes), Instant::now(), None, first);
+    let (Decision { route: Route { prefill, decode }, .. }, trials) = chosen.expect("a route");
+    (format!("{} {}", prefill.map_or("-".to_owned(), |node| node.id.to_string()), decode.id), trials)
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_path_that_lost_kv_is_left_out_while_another_pair_exists() {
+    let breakers = breakers();
+    let [p, q] = ["p", "q"].map(|id| node(id, Role::Prefill, 1));
+    let [d, e] = ["d", "e"].map(|id| node(id, Role::Decode, 1));
+    let lose = |prefill: &Arc<NodeInfo>, decode: &Arc<NodeInfo>| {
+        let route = Route { prefill: Some(Arc::clone(prefill)), decode: Arc::clone(decode) };
+        fail(&breakers, prefill, RefusalKind::Wire, Some(&route));
+        // Both work with others.
+        [prefill, decode].into_iter().for_each(|node| breakers.succeeded(&node.id));
+    };
+    let all = [&p, &q, &d, &e];
+    assert_eq!(ends(&breakers, &all).0, "p d");
+    lose(&p, &d);
+    assert_eq!(ends(&breakers, &all).0, "p e", "the other decode node");
+    assert_eq!(ends(&breakers, &[&p, &q, &d]).0, "q d", "there is no other decode node");
+    assert_eq!(ends(&breakers, &[&p, &d]).0, "p d", "the last pair, and not the decode node alone");
+    assert_eq!(ends(&breakers, &[&p, &node("d", Role::Decode, 2)]).0, "p d", "another life");
+    lose(&p, &e);
+    assert_eq!(ends(&breakers, &all).0, "q d");
+    tokio::time::sleep(at(1_000)).await;
+    let (path, trial) = ends(&breakers, &all);
+    assert_eq!((path.as_str(), trial.len()), ("p d", 1));
+    assert_eq!(ends(&breakers, &[&p, &q, &d]).0, "q d", "one request tries the path");
+    lose(&p, &d);
+    drop(trial);
+    tokio::time::sleep(at(1_999)).await;
+    assert_eq!(ends(&breakers, &[&p, &q, &d]).0, "q d", "the time doubles");
+    tokio::time::sleep(at(1)).await;
+    let (path, trial) = ends(&breakers, &all);
+    assert_eq!((path.as_str(), trial.len()), ("p d", 1));
+    trial[0].kv_arrived();
+    drop(trial);
+    let (path, trial) = ends(&breakers, &all);
+    assert_eq!((path.as_str(), trial.len()), ("p d", 0), "it works");
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_memory_of_paths_is_bounded_and_forgets() {
+    let breakers = breakers();
+    let d = node("d", Role::Decode, 1);
+    for idx in 0..2_000 {
+        let route =
+            Route { prefill: Some(node(&format!("p{idx}"), Role::Prefill, 1)), decode: Arc::clone(&d) };
+        fail(&breakers, &d, RefusalKind::Wire, Some(&route));
+    }
+    assert_eq!(breakers.failing().paths.len(), 1024);
+    tokio::time::sleep(FORGOTTEN_AFTER).await;
+    let route = Route { prefill: Some(node("p", Role::Prefill, 1)), decode: d.clone() };
+    fail(&breakers, &d, RefusalKind::Wire, Some(&route));
+    assert_eq!(breakers.failing().paths.len(), 1);
 }

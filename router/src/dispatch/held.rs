@@ -9,9 +9,10 @@ use tracing::{info, warn};
 use types::{BlockHash, Destination, Landing, NodeInfo, Prompt, RefusalKind, TransferId};
 
 use super::{Attempts, Chosen, Dispatch, Progress, StartedRequest, StepSource};
+use crate::breaker::Trial;
 use crate::error::ServeError;
 use crate::metrics::Stage;
-use crate::policy::{AllowedArms, Ask};
+use crate::policy::{AllowedArms, Ask, Route};
 use crate::requests::{Part, RequestEvent, RequestRecord};
 use crate::rpc::{DecodeCall, Failure, NodeClient, Opening, PrefillCall, PrefillOffer, PutCall};
 use crate::watchdog::WaitStage;
@@ -168,6 +169,9 @@ impl Dispatch {
             record.note(RequestEvent::Deliver { decode: to.id.clone() });
             match self.deliver_to(&held, to, tries.room_by(), record).await {
                 Ok(mut decode) => {
+                    if let KvHolder::InPool { .. } = held.how {
+                        trials.iter().for_each(Trial::kv_arrived);
+                    }
                     decode.tried_by(trials);
                     record.streams_on(assigned.into_stream());
                     return Ok(held.with_sender(decode));
@@ -175,7 +179,10 @@ impl Dispatch {
                 Err(failure) if failure.node.id == held.by.id => {
                     return Err(self.lost(&held, failure, record));
                 }
-                Err(failure) => tries.failed(failure, None).await?,
+                Err(failure) => {
+                    let route = Route { prefill: Some(Arc::clone(&by)), decode: Arc::clone(to) };
+                    tries.failed(failure, Some(&route)).await?;
+                }
             }
         }
     }

@@ -2,11 +2,13 @@
 
 use std::future::poll_fn;
 use std::pin::Pin;
+use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
 use futures::StreamExt as _;
 use proto::v1;
 use tokio::time::{Sleep, sleep_until};
+use types::NodeInfo;
 
 use super::end::let_end;
 use super::{ARRIVAL_GRACE, Failure, NodeClient};
@@ -35,6 +37,10 @@ impl PrefillCall {
     /// Makes the call from its stream, after the first token.
     pub(super) fn new(client: NodeClient, answers: tonic::Streaming<v1::PrefillAnswer>) -> Self {
         Self { client, answers, state: PrefillState::Open }
+    }
+
+    pub(super) fn node(&self) -> &Arc<NodeInfo> {
+        &self.client.info
     }
 
     /// Lets the call end after the KV has arrived.
