@@ -2,6 +2,7 @@
 
 mod expert;
 
+use std::net::IpAddr;
 use std::num::NonZero;
 use std::ops::Range;
 use std::time::Duration;
@@ -62,6 +63,21 @@ impl Default for NodeSection {
             admin: "127.0.0.1:0".to_owned(),
             advertise: String::new(),
             drain_ms: 30_000,
+        }
+    }
+}
+
+impl NodeSection {
+    /// Returns the host that other processes connect to, if one is set. Each port adds its own number.
+    pub fn advertised(&self) -> Result<Option<String>, String> {
+        let host = self.advertise.as_str();
+        let is_address = host.trim_matches(['[', ']']).parse::<IpAddr>().is_ok();
+        match host {
+            "" => Ok(None),
+            _ if is_address || !host.contains([':', '/', ' ']) => Ok(Some(host.to_owned())),
+            _ => Err(format!(
+                "`node.advertise` = {host:?} is no host: set a name or an address, without a port"
+            )),
         }
     }
 }
@@ -317,12 +333,13 @@ impl NodeConfig {
                 "expert.decode.landings_max is zero: no KV could arrive".to_owned(),
             ));
         }
+        let advertise = node.advertised().map_err(NodeError::Config)?;
         let settings = transfer.settings(&expert.transfer, &node.advertise);
         Ok(Self {
             id: (!node.id.is_empty()).then(|| NodeId::new(node.id)),
             listen: node.listen,
             admin: node.admin,
-            advertise: (!node.advertise.is_empty()).then_some(node.advertise),
+            advertise,
             drain: Duration::from_millis(node.drain_ms),
             stuck_after: Duration::from_millis(expert.node.stuck_ms),
             registry_url: registry.url,
@@ -339,5 +356,25 @@ impl NodeConfig {
             log: log.settings(&expert.log),
             shown,
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_advertised_host_has_no_port() {
+        let advertised = |advertise: &str| {
+            NodeSection { advertise: advertise.to_owned(), ..NodeSection::default() }.advertised()
+        };
+        for host in ["10.0.0.5", "fd00::2", "[fd00::2]", "decode-0.decode"] {
+            assert_eq!(advertised(host), Ok(Some(host.to_owned())));
+        }
+        assert_eq!(advertised(""), Ok(None));
+        for wrong in ["10.0.0.5:7000", "[fd00::2]:7000", "decode-0:7000", "http://decode-0", "decode 0"] {
+            let error = advertised(wrong).expect_err(wrong);
+            assert!(error.contains(wrong) && error.contains("without a port"), "{error}");
+        }
     }
 }

@@ -92,6 +92,7 @@ impl PoolConfig {
         if pool.sequences_max == 0 {
             return Err(PoolNodeError::Config("pool.sequences_max must be at least 1".to_owned()));
         }
+        let advertise = node.advertised().map_err(PoolNodeError::Config)?;
         Ok(Self {
             memory: pool.memory,
             model: (!pool.model.is_empty()).then_some(pool.model),
@@ -100,7 +101,7 @@ impl PoolConfig {
             listen: node.listen,
             admin: node.admin,
             transfer: transfer.settings(&expert.transfer, &node.advertise),
-            advertise: (!node.advertise.is_empty()).then_some(node.advertise),
+            advertise,
             drain: Duration::from_millis(node.drain_ms),
             registry_url: registry.url,
             connectors: transfer.connectors,
