@@ -390,7 +390,7 @@ mod tests {
             (
                 Ok(CHANGE),
                 200,
-                r#"{"announced":false,"seconds":2.0,"used_bytes_after":null,"used_bytes_before":5}"#,
+                r#"{"seconds":2.0,"used_bytes_before":5,"used_bytes_after":null,"announced":false}"#,
             ),
             (
                 Err(SwitchRefusal::AsleepAlready),
