@@ -263,6 +263,11 @@ impl Breakers {
         Some(one.breaker)
     }
 
+    /// Returns the pairs of nodes between which KV was lost lately, the sender first, with their breakers.
+    pub fn paths(&self) -> Vec<([NodeId; 2], Breaker)> {
+        self.failing().paths.shown()
+    }
+
     fn changed(&self, state: &str) {
         self.0.changes.with_label_values(&[state]).inc();
     }

@@ -108,12 +108,16 @@ async fn nodes(State(parts): State<ClusterParts>) -> Json<Value> {
     let everyone = cluster.everyone();
     let shown = |(info, state): &(Arc<NodeInfo>, NodeState)| {
         let mut node = node(&cluster, info, state);
-        node["breaker"] = breaker(breakers.of(info));
+        node["breaker"] = breaker(breakers.of(info).as_ref());
         node
     };
     let nodes: Vec<Value> = everyone.iter().map(shown).collect();
     let infos: Vec<&NodeInfo> = everyone.iter().map(|(info, _)| &**info).collect();
     let (pairs, pairs_left_out) = pairs(&infos);
+    let failing = breakers.paths();
+    let failing = failing.iter().map(|([from, to], path)| {
+        json!({ "from": from.as_str(), "to": to.as_str(), "breaker": breaker(Some(path)) })
+    });
     let models: Vec<Value> = cluster.groups().iter().map(model).collect();
     let learned = learned(&cluster.learner().costs());
     let lines: Vec<Value> = admission.shown().iter().map(line).collect();
@@ -125,6 +129,7 @@ async fn nodes(State(parts): State<ClusterParts>) -> Json<Value> {
         "learned": learned,
         "pairs": pairs,
         "pairs_left_out": pairs_left_out,
+        "failing_pairs": failing.collect::<Vec<_>>(),
     }))
 }
 
@@ -164,10 +169,10 @@ fn line(line: &ShownLine) -> Value {
     })
 }
 
-/// Returns the breaker of a node as JSON.
-fn breaker(breaker: Option<Breaker>) -> Value {
-    let failures = breaker.as_ref().map_or(0, Breaker::failures);
-    match breaker.map_or(BreakerState::Closed, |breaker| breaker.state()) {
+/// Returns the breaker of a node, or of a pair of nodes, as JSON.
+fn breaker(breaker: Option<&Breaker>) -> Value {
+    let failures = breaker.map_or(0, Breaker::failures);
+    match breaker.map_or(BreakerState::Closed, Breaker::state) {
         BreakerState::Closed => json!({ "state": "closed", "failures": failures }),
         BreakerState::HalfOpen => json!({ "state": "half_open", "failures": failures }),
         BreakerState::Open { until } => {

@@ -283,13 +283,17 @@ async fn a_broken_path_between_two_nodes_delays_few_requests() {
     let env = [("BATON_MODEL__PATH", "mock:/etc/baton/paced.toml"), ("BATON_ROUTER__ORDER", "decode-first")];
     let cluster = Cluster::start(&env).await;
     cluster.hosts.part("decode-1", "prefill-0");
-    let mut n_late = 0;
+    let (mut n_late, mut is_shown) = (0, false);
     for idx in 0..N_OVER_PATHS {
         let ask = Ask::new(prompts(idx, 1, 200).remove(0), 8);
         let began = tokio::time::Instant::now();
         cluster.client.ask(&ask).await.unwrap_or_else(|failed| panic!("request {idx}: {failed:?}"));
         n_late += u32::from(began.elapsed() > Duration::from_secs(2));
+        let page = cluster.client.get_json("/debug/cluster").await;
+        let failing = page["failing_pairs"].as_array().expect("a list").first();
+        is_shown |= failing.is_some_and(|pair| pair["from"] == "prefill-0" && pair["to"] == "decode-1");
     }
+    assert!(is_shown, "the pair is named");
     // A quarter of the routes uses the path.
     assert!((1..=4).contains(&n_late), "{n_late} of {N_OVER_PATHS} requests were late");
 }

@@ -41,6 +41,12 @@ impl PathEnds {
 }
 
 impl Paths {
+    /// Returns the nodes of each path, the sender first, and the path's breaker.
+    pub(super) fn shown(&self) -> Vec<([NodeId; 2], Breaker)> {
+        let ends = |path: &PathEnds| [path.from.0.clone(), path.to.0.clone()];
+        self.0.iter().map(|(path, breaker)| (ends(path), *breaker)).collect()
+    }
+
     pub(super) fn len(&self) -> usize {
         self.0.len()
     }

@@ -187,6 +187,9 @@ async fn a_path_that_lost_kv_is_left_out_while_another_pair_exists() {
     let all = [&p, &q, &d, &e];
     assert_eq!(ends(&breakers, &all).0, "p d");
     lose(&p, &d);
+    let shown: Vec<[String; 2]> =
+        breakers.paths().into_iter().map(|(ends, _)| ends.map(|id| id.to_string())).collect();
+    assert_eq!(shown, [["p", "d"]]);
     assert_eq!(ends(&breakers, &all).0, "p e", "the other decode node");
     assert_eq!(ends(&breakers, &[&p, &q, &d]).0, "q d", "there is no other decode node");
     assert_eq!(ends(&breakers, &[&p, &d]).0, "p d", "the last pair, and not the decode node alone");

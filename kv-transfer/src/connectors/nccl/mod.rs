@@ -44,6 +44,7 @@ use self::send::NcclSendPath;
 use super::gpu::slot_set::SLOT_ALIGN;
 use super::link::check_pages;
 use super::link::connector::{LinkAddress, LinkConnector};
+use super::tcp::advertised;
 use crate::connector::{Auto, KvConnector, WireKind};
 use crate::connector_parts::ConnectorParts;
 use crate::error::TransferError;
@@ -103,10 +104,9 @@ async fn listen_over(
     let listen = async move { Ok(net.listen(&addr).await) };
     let listener = wire_threads.run(&parts.gate, "kv port", listen).await?.map_err(refused)?;
     let port = listener.local_addr().map_err(refused)?.port();
-    let advertised = if parts.settings.advertise.is_empty() { &host } else { &parts.settings.advertise };
     let address = WireAddress {
         scheme: Scheme::new(SCHEME),
-        endpoint: format!("{advertised}:{port}"),
+        endpoint: advertised(&parts.settings, port),
         within_host: false,
     };
     info!(endpoint = address.endpoint, "nccl connector listens");
