@@ -2,7 +2,7 @@
 //!
 //! [`Breaker`] is the pure core. [`Breakers`] has one for each node that has failed lately, and decides which
 //! nodes a policy sees. The last nodes of a kind are never left out: a node that may fail is better than none.
-//! [`paths`] has one for each pair of nodes between which KV was lost.
+//! `paths` has one for each pair of nodes between which KV was lost.
 
 mod paths;
 

@@ -1,7 +1,7 @@
 //! The gRPC API for clients: `baton.v1.Inference` takes text, tokens or a chat and returns steps with their text.
 //!
 //! Suggested reading order: the path of a call (this file); its messages (`request`); the events of its answers
-//! (`events`); errors (`status`); the health of the service ([`health`]).
+//! (`events`); errors (`status`); the health of the service (`health`).
 
 #[cfg(test)]
 mod bounds_tests;
