@@ -224,10 +224,12 @@ impl Sequence {
         self.is_placed() && wants_more && self.sink_guard.has_room()
     }
 
-    /// Returns the sequence as a candidate for the next step, if it could be in it.
-    pub(crate) fn candidate(&self, precedence: Precedence) -> Option<Candidate> {
+    /// Returns the sequence as a candidate for the next step, if it could be in it and has blocks for all its tokens. A
+    /// sequence whose sink got room after blocks were given may lack one.
+    pub(crate) fn candidate(&self, precedence: Precedence, layout: &KvLayout) -> Option<Candidate> {
         let (id, start, end) = (self.id, self.n_computed, self.n_known());
-        self.is_runnable().then_some(Candidate { id, precedence, start, end })
+        let can_run = self.is_runnable() && self.blocks_missing(layout) == 0;
+        can_run.then_some(Candidate { id, precedence, start, end })
     }
 
     /// Returns the blocks per group that are missing for the tokens that are known or being sampled.

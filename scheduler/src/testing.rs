@@ -101,6 +101,8 @@ pub(crate) struct Record {
     pub(crate) leases: Vec<Arc<BlockLease>>,
     pub(crate) end: Option<SequenceEnd>,
     pub(crate) is_full: bool,
+    /// Whether every look at the sink's room finds the opposite of the one before, as when its reader reads meanwhile.
+    pub(crate) is_read_meanwhile: bool,
     /// Whether the sink drops the leases of `kv` at once.
     pub(crate) is_stream: bool,
 }
@@ -158,7 +160,9 @@ impl Sink for Recorder {
     fn prompt_logprobs(&mut self, _logprobs: Vec<types::step::PromptLogprob>) {}
 
     fn has_room(&self) -> bool {
-        !self.record().is_full
+        let mut record = self.record();
+        record.is_full ^= record.is_read_meanwhile;
+        !record.is_full
     }
 
     fn kv(&mut self, span: KvSpan, lease: Arc<BlockLease>, ready: LayerFence) {

@@ -39,11 +39,10 @@ impl Worker {
         if self.lost.is_some() || self.flights.len() >= self.steps_in_flight_max {
             return;
         }
-        let stalled = self.grow(now);
-        if stalled.is_empty() {
+        if self.grow(now) {
             self.admit(now);
         }
-        let shares = self.plan(now, &stalled);
+        let shares = self.plan(now);
         if !shares.is_empty() {
             self.start(&shares, timing, now);
         }
@@ -65,18 +64,16 @@ impl Worker {
 // === impl Worker: growth ===
 
 impl Worker {
-    /// Gets blocks for running sequences that need more. Returns the sequences that got none.
-    fn grow(&mut self, now: Instant) -> Vec<SequenceId> {
+    /// Gets blocks for running sequences that need more. Returns whether all of them got some.
+    fn grow(&mut self, now: Instant) -> bool {
         let lacks_room =
             |sequence: &Sequence| sequence.is_runnable() && sequence.blocks_missing(self.layout()) > 0;
         let line = self.line(now, lacks_room);
-        let mut stalled = Vec::new();
+        let mut all_got_some = true;
         for (precedence, id) in line {
-            if !self.make_room(id, precedence, now) {
-                stalled.push(id);
-            }
+            all_got_some &= self.make_room(id, precedence, now);
         }
-        stalled
+        all_got_some
     }
 
     /// Gets blocks for one sequence. Preempts other sequences until it has them; returns false if none can be
@@ -253,14 +250,10 @@ impl Worker {
 // === impl Worker: the step ===
 
 impl Worker {
-    fn plan(&self, now: Instant, stalled: &[SequenceId]) -> Vec<Share> {
-        let candidate = |sequence: &Sequence| sequence.candidate(self.precedence(sequence, now));
-        let mut candidates: Vec<Candidate> = self
-            .sequences
-            .values()
-            .filter(|sequence| !stalled.contains(&sequence.id))
-            .filter_map(candidate)
-            .collect();
+    fn plan(&self, now: Instant) -> Vec<Share> {
+        let candidate =
+            |sequence: &Sequence| sequence.candidate(self.precedence(sequence, now), self.layout());
+        let mut candidates: Vec<Candidate> = self.sequences.values().filter_map(candidate).collect();
         let n_running = candidates.iter().filter(|candidate| candidate.is_running()).count();
         let running_max = n_running.div_ceil(self.n_parts());
         candidates.retain(|candidate| !(candidate.is_running() && self.is_in_another_part(candidate.id)));

@@ -478,6 +478,20 @@ fn a_sink_without_room_stops_its_sequence_only() {
     assert_eq!(slow.tokens(), alone(&endless("a", 5, 20)));
 }
 
+/// The sink has no room when blocks are given, and has some when the step is planned.
+#[test]
+fn a_sink_that_gets_room_meanwhile_lets_no_token_be_written_without_a_block() {
+    let mut rig = Rig::new(64, roomy());
+    let (_, recorded) = rig.stream(endless("a", 5, 70));
+    recorded.get().is_read_meanwhile = true;
+    rig.settle();
+    recorded.get().is_read_meanwhile = false;
+    recorded.get().is_full = false;
+    rig.settle();
+    assert_eq!(recorded.tokens(), alone(&endless("a", 5, 70)));
+    rig.assert_at_baseline();
+}
+
 #[test]
 fn a_failed_step_ends_its_sequences_and_no_others() {
     for failures in [
