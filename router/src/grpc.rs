@@ -38,7 +38,7 @@ use crate::error::{AcceptError, RequestError, ServeError};
 use crate::http::{self, BodyLimits};
 use crate::metrics::RouterMetrics;
 use crate::serve::{Detail, Serve};
-use crate::tenants::Claims;
+use crate::tenants::{Claims, Client};
 use crate::text::{PromptText, RouterModels, ServedModel};
 use events::Events;
 
@@ -110,12 +110,16 @@ impl GrpcApi {
         let priority = i8::try_from(request.priority).map_err(|_| {
             AcceptError::invalid("priority", format!("from -128 to 127, not {}", request.priority))
         })?;
-        let client = self.acceptor.client(&Claims {
-            peer: call.extensions().get::<ConnectInfo<SocketAddr>>().map(|peer| peer.0.ip()),
-            authorization: text_of(call.metadata(), AUTHORIZATION),
-            tenant: given(&request.tenant),
-            priority: Some(priority),
-        })?;
+        let known = call.extensions().get::<Client>().cloned();
+        let client = match known.and_then(|client| client.asking(priority)) {
+            Some(client) => client,
+            None => self.acceptor.client(&Claims {
+                peer: call.extensions().get::<ConnectInfo<SocketAddr>>().map(|peer| peer.0.ip()),
+                authorization: text_of(call.metadata(), AUTHORIZATION),
+                tenant: given(&request.tenant),
+                priority: Some(priority),
+            })?,
+        };
         let timeout = (request.timeout_ms > 0).then(|| Duration::from_millis(request.timeout_ms));
         let detail = if request.explain { Detail::Explained } else { Detail::Usual };
         let caller = self.acceptor.caller(id, client, timeout)?;
@@ -147,21 +151,29 @@ impl GrpcApi {
     }
 }
 
-/// Refuses a call without access before its message is read and decompressed, as HTTP does with bodies.
+/// Refuses a call without access before its message is read and decompressed, as HTTP does with bodies. A key is checked here
+/// only: the call gets its [`Client`].
 #[derive(Clone, Debug)]
 pub struct AccessCheck(GrpcApi);
 
 impl Interceptor for AccessCheck {
-    fn call(&mut self, call: Request<()>) -> Result<Request<()>, Status> {
+    fn call(&mut self, mut call: Request<()>) -> Result<Request<()>, Status> {
         let Self(api) = self;
         let authorization = text_of(call.metadata(), AUTHORIZATION);
         let claims = Claims { peer: None, authorization, tenant: None, priority: None };
-        let Err(error) = api.acceptor.client(&claims) else { return Ok(call) };
-        let id = api.acceptor.request_id(text_of(call.metadata(), REQUEST_ID));
-        Span::current().record("request_id", id.as_str());
-        let error = error.into();
-        api.refused(&error);
-        Err(with_id(status::of(error), &id))
+        match api.acceptor.client(&claims) {
+            Ok(client) => {
+                call.extensions_mut().insert(client);
+                Ok(call)
+            }
+            Err(error) => {
+                let id = api.acceptor.request_id(text_of(call.metadata(), REQUEST_ID));
+                Span::current().record("request_id", id.as_str());
+                let error = error.into();
+                api.refused(&error);
+                Err(with_id(status::of(error), &id))
+            }
+        }
     }
 }
 

@@ -4,9 +4,7 @@ use std::error::Error;
 use std::time::Duration;
 
 use axum::Json;
-use axum::extract::Request;
 use axum::extract::rejection::{PathRejection, QueryRejection};
-use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use http::{HeaderValue, StatusCode, header};
 use serde::Serialize;
@@ -174,11 +172,9 @@ impl ErrorForm {
         }
     }
 
-    /// Gives errors the form of the request's path.
-    pub(crate) async fn apply(request: Request, next: Next) -> Response {
-        let form = Self::of(request.uri().path());
-        let response = next.run(request).await;
-        match response.extensions().get::<HttpError>().filter(|_| form == Self::Anthropic) {
+    /// Gives an error's response this form. Other responses stay as they are.
+    pub(crate) fn given_to(self, response: Response) -> Response {
+        match response.extensions().get::<HttpError>().filter(|_| self == Self::Anthropic) {
             Some(error) => {
                 let body = Json(error.anthropic_body()).into_response().into_body();
                 response.map(|_| body)

@@ -1,4 +1,4 @@
-//! Gives every request an id and a span, and every response the id, and counts errors.
+//! Gives every request an id and a span, every response the id, and every error the form of its path, and counts errors.
 
 use axum::extract::{Request, State};
 use axum::middleware::Next;
@@ -25,7 +25,8 @@ pub(crate) async fn identify(
     let header = HeaderValue::from_str(id.as_str()).expect("ids are letters, digits and a few plain signs");
     let span = request_span(request.uri().path(), Some(&id), request.headers());
     request.extensions_mut().insert(id);
-    let mut response = answered(&metrics, request, next).instrument(span.clone()).await;
+    let response = answered(&metrics, request, next).instrument(span.clone()).await;
+    let mut response = form.given_to(response);
     if response.status().is_server_error() {
         mark_failed(&span);
     }

@@ -47,7 +47,6 @@ pub use api::HttpApi;
 use api::RequestHead;
 pub use body::BodyLimits;
 pub use cors::CorsOrigins;
-use error::ErrorForm;
 pub use error::{Code, HttpError};
 pub(crate) use explanation::{ms, parts_ms, route, worst_gap};
 pub use passthrough::{Passthrough, passthrough, passthrough_chat_box};
@@ -104,7 +103,6 @@ pub fn stack(routes: Router, acceptor: Acceptor, metrics: RouterMetrics) -> Rout
     routes
         .fallback(not_found)
         .method_not_allowed_fallback(method_not_allowed)
-        .layer(middleware::from_fn(ErrorForm::apply))
         .layer(middleware::from_fn_with_state((acceptor, metrics), identity::identify))
 }
 

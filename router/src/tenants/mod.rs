@@ -104,6 +104,16 @@ pub struct Client {
 }
 
 impl Client {
+    fn of(account: Arc<Account>, asked: i8) -> Self {
+        let (tenant, priority_max) = (account.tenant().clone(), account.limits().priority_max);
+        Self { tenant, priority: Priority(asked.min(priority_max)), account: Some(account) }
+    }
+
+    /// Returns the client with the priority that it asks for; `None` if it has no account.
+    pub(crate) fn asking(self, priority: i8) -> Option<Self> {
+        self.account.map(|account| Self::of(account, priority))
+    }
+
     /// Returns the terms of the client's tenant.
     pub(crate) fn terms(&self) -> AdmissionTerms {
         let Some(account) = &self.account else { return AdmissionTerms::default() };
@@ -238,12 +248,7 @@ impl Keys {
                 .find(bearer)
                 .ok_or_else(|| self.unauthorized("unknown", "this API key is not known here"))?,
         };
-        let asked = claims.priority.unwrap_or_default();
-        Ok(Client {
-            tenant: account.tenant().clone(),
-            priority: Priority(asked.min(account.limits().priority_max)),
-            account: Some(account),
-        })
+        Ok(Client::of(account, claims.priority.unwrap_or_default()))
     }
 
     /// Returns the account of a token's tenant: the one of the tenants file, or one with the token's limits.
