@@ -227,7 +227,7 @@ impl Node<'_> {
         loop {
             match self.serve(parts.clone(), waiting.take(), used_bytes).await? {
                 ServicesEnd::Stopped(ended) => {
-                    wires_end(parts).await;
+                    threads_end(parts, ended.is_ok().then_some(worker_run)).await;
                     return ended.map(|()| LifeEnd::Stopped);
                 }
                 ServicesEnd::SleepRequested(asked) => {
@@ -484,13 +484,21 @@ async fn slept(
     }
 }
 
-/// Waits until all connector threads have ended. They use the GPU slightly longer than their tasks run, and a
-/// thread would crash in the driver if the process ended first.
-async fn wires_end(parts: NodeParts) {
-    let wires = parts.wires.clone();
+/// Waits until all threads that use the GPU have ended. They do so slightly longer than their tasks run, and a thread would
+/// crash in CUDA's libraries if the process ended first. A worker that has not drained has no `worker_run`, and may stand still.
+async fn threads_end(parts: NodeParts, worker_run: Option<WorkerRun>) {
+    let (wires, worker) = (parts.wires.clone(), parts.worker.clone());
     drop(parts);
     if let Err(late) = wires.close(END_WITHIN).await {
         warn!(%late, "connector threads are still running at process exit");
+    }
+    let Some(worker_run) = worker_run else { return };
+    let ends = async {
+        worker.stopped().await;
+        drop(worker_run.backend().await);
+    };
+    if tokio::time::timeout(END_WITHIN, ends).await.is_err() {
+        warn!("worker's thread is still running at process exit");
     }
 }
 

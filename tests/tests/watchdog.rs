@@ -11,7 +11,8 @@ use chassis::metrics::Metrics;
 use chassis::{Gate, Shutdown, Task, World, spawn_guarded};
 use decode_node::DecodeService;
 use engine::backend::flaky::{Failures, Flaky};
-use engine::{Mock, MockSettings, Pace};
+use engine::{Backend as _, Mock, MockSettings, Pace};
+use kv_cache::KvMemory;
 use node::{Drive, Lives, NodeConfig, NodeParts, RawNodeConfig};
 use registry::RegistryParts;
 use router::{RawRouterConfig, Router, RouterConfig};
@@ -38,8 +39,12 @@ async fn router() -> (Client, String, Task<()>, Shutdown) {
     (client, registry, serving, shutdown)
 }
 
-/// Starts a node for prefill and decode in this process, with a mock whose third step is late.
-async fn node_that_hangs(registry: String) -> (Client, Task<()>, Shutdown) {
+/// How long the end of the engine takes.
+const ENDS_IN: Duration = Duration::from_millis(300);
+
+/// Starts a node for prefill and decode in this process, with a mock whose third step and whose end are late. Also returns the
+/// mock's memory.
+async fn node_that_hangs(registry: String) -> (Client, Task<()>, Shutdown, KvMemory) {
     let mut raw = RawNodeConfig::default();
     raw.registry.url.clone_from(&registry);
     raw.transfer.connectors = vec!["tcp".to_owned()];
@@ -50,7 +55,8 @@ async fn node_that_hangs(registry: String) -> (Client, Task<()>, Shutdown) {
     let client = Client::new(admin.local_addr().expect("bound"));
     let mock =
         Mock::new("mock", MockSettings::default(), 64, Pace::Sleeping).expect("memory for a few blocks");
-    let failures = Failures { hang: [(2, HANGS_FOR)].into(), ..Failures::default() };
+    let memory = mock.memory().clone();
+    let failures = Failures { hang: [(2, HANGS_FOR)].into(), end_takes: ENDS_IN, ..Failures::default() };
     let (id, backend) = (NodeId::new("hanging"), Box::new(Flaky::new(mock, failures)));
     let shutdown = Shutdown::new();
     let asked = shutdown.clone();
@@ -77,7 +83,7 @@ async fn node_that_hangs(registry: String) -> (Client, Task<()>, Shutdown) {
         };
         drop(node::lives::run(lives, backend).await);
     });
-    (client, living, shutdown)
+    (client, living, shutdown, memory)
 }
 
 /// Waits until `/ready` has this status. Returns the time that it took, and the text.
@@ -94,7 +100,7 @@ async fn says(client: &Client, status: u16) -> (Duration, String) {
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
 async fn an_engine_that_hangs_is_named_and_left_out() {
     let (at_router, registry, serving, router_down) = router().await;
-    let (at_node, living, node_down) = node_that_hangs(registry).await;
+    let (at_node, living, node_down, memory) = node_that_hangs(registry).await;
     says(&at_node, 200).await;
     says(&at_router, 200).await;
     let ask = Arc::new(Ask::new((0..40).collect(), 8).with("ignore_eos", true.into()));
@@ -122,6 +128,8 @@ async fn an_engine_that_hangs_is_named_and_left_out() {
     at_router.ask(&ask).await.expect("it serves again");
     node_down.trigger();
     living.await.expect("the node ends");
+    // A GPU's libraries crash if the process ends before the engine.
+    assert_eq!(memory.n_holders(), 1, "the engine has ended before the node");
     router_down.trigger();
     serving.await.expect("the router ends");
 }

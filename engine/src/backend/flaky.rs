@@ -18,6 +18,17 @@ pub struct Flaky<B> {
     n_launched: u64,
     n_collected: u64,
     failures: Failures,
+    _end: SlowEnd,
+}
+
+/// Makes the end of the backend take this long.
+#[derive(Debug)]
+struct SlowEnd(Duration);
+
+impl Drop for SlowEnd {
+    fn drop(&mut self) {
+        std::thread::sleep(self.0);
+    }
 }
 
 /// The steps that fail, and their kind of failure.
@@ -35,11 +46,14 @@ pub struct Failures {
     pub panic_at: Option<u64>,
     /// The calls of `collect` that return late, and by how much.
     pub hang: BTreeMap<u64, Duration>,
+    /// How long the end of the backend takes.
+    pub end_takes: Duration,
 }
 
 impl<B: Backend> Flaky<B> {
     pub fn new(inner: B, failures: Failures) -> Self {
-        Self { inner, n_launched: 0, n_collected: 0, failures }
+        let end = SlowEnd(failures.end_takes);
+        Self { inner, n_launched: 0, n_collected: 0, failures, _end: end }
     }
 }
 
