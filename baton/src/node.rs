@@ -85,7 +85,7 @@ async fn serve(role: Role, config: &NodeConfig, shutdown: Shutdown) -> Result<Ex
     let bound = grpc.local_addr().map_err(CommandError::start)?;
     let id = named.unwrap_or_else(|| node::host::default_id(role, bound));
     let metrics = Metrics::of_node(role.as_str());
-    let (group, backend) = if config.group.n_processes == 1 {
+    let (group, backend) = if config.group.grid.n_processes() == 1 {
         let backend = engine::open(&config.engine).map_err(NodeError::Model).map_err(CommandError::start)?;
         (None, backend)
     } else {

@@ -1,6 +1,7 @@
 //! `baton rank`: a further process of a node of several.
 
 use std::process::ExitCode;
+use std::time::Duration;
 
 use chassis::admin::Readiness;
 use chassis::metrics::Metrics;
@@ -8,7 +9,7 @@ use chassis::{Gate, Shutdown};
 use kv_transfer::TransferMetrics;
 use node::group::{FollowerParts, GroupError, follow};
 use node::{NodeConfig, NodeError, Ports};
-use tracing::info;
+use tracing::{info, warn};
 
 use crate::cli::RankArgs;
 use crate::config_file::ConfigFile;
@@ -18,6 +19,8 @@ use crate::node::{Settings, bind};
 
 /// The name of this kind of process in logs and metrics.
 const NAME: &str = "rank";
+/// The longest time that its tasks and threads may take to end.
+const END_WITHIN: Duration = Duration::from_secs(10);
 
 pub(crate) fn run(args: &RankArgs) -> Result<ExitCode, CommandError> {
     let settings = Settings::read(&args.process)?;
@@ -25,11 +28,11 @@ pub(crate) fn run(args: &RankArgs) -> Result<ExitCode, CommandError> {
         return ConfigFile::Node(Box::new(settings.config)).is_valid();
     }
     let refused = |why| Err(CommandError::usage(NodeError::Config(why)));
-    match settings.config.group.n_processes {
+    match settings.config.group.grid.n_processes() {
         0 | 1 => {
             return refused("expert.model.processes is 1: a node of one process has no others".to_owned());
         }
-        n_processes if args.place >= n_processes - 1 => {
+        n_processes if usize::from(args.place) >= n_processes - 1 => {
             let last = n_processes - 2;
             return refused(format!(
                 "place {}: with {n_processes} processes it is at most {last}",
@@ -48,9 +51,10 @@ async fn serve(config: &NodeConfig, args: &RankArgs, shutdown: Shutdown) -> Resu
     let readiness = Readiness::unready("waiting for the head");
     let pages = chassis::admin::router(readiness.clone(), metrics.clone());
     let ports = Ports::admin(bind(&world, &config.admin).await?, pages, config.connections);
+    let gate = Gate::new("follower");
     let parts = FollowerParts {
         world,
-        gate: Gate::new("follower"),
+        gate: gate.clone(),
         config,
         head: args.of.clone(),
         place: args.place,
@@ -58,6 +62,9 @@ async fn serve(config: &NodeConfig, args: &RankArgs, shutdown: Shutdown) -> Resu
         readiness,
     };
     let ended = follow(parts, shutdown).await;
+    if let Err(late) = gate.close(END_WITHIN).await {
+        warn!(%late, "tasks and threads are still running at process exit");
+    }
     ports.close().await;
     info!("process has stopped");
     ended.map(|()| ExitCode::SUCCESS).map_err(|error| match error {

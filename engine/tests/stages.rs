@@ -1,20 +1,21 @@
-//! Every architecture, divided over stages and ranks, gives every bit that one stage of one rank gives.
+//! Every architecture, divided over stages, ranks and processes, gives every bit that one stage of one rank gives.
 
 use std::collections::VecDeque;
 use std::num::NonZero;
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, mpsc};
 
 use baton_engine::cpu::process::PreparedStage;
-use baton_engine::remote::{DirectStage, RemoteStage};
+use baton_engine::remote::{DirectStage, RemoteProcess, StageLost, StageMates};
 use baton_engine::{
     Backend, CpuBackend, CpuSettings, LoadFormat, PendingStep, PromptTargets, Row, RowInput, SampleSpec,
     SlotId, StepBatch,
 };
+use bytes::Bytes;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 use types::step::PromptLogprob;
-use types::{BlockIdx, Sampling, StageSplit, StopRules, TokenId};
+use types::{BlockIdx, ProcessGrid, Sampling, StageSplit, StopRules, TokenId};
 
 const N_LAYERS: usize = 4;
 /// The number of tokens that each sequence generates.
@@ -194,19 +195,71 @@ fn opened(folder: &Path, stages: &[u16], ranks: u16, load_format: LoadFormat) ->
     CpuBackend::open(folder, 4 << 20, &settings(stages, ranks, load_format)).expect("the model opens")
 }
 
-/// Opens a model whose stages are in processes of their own, except the last.
-fn in_processes(folder: &Path, stages: &[u16], ranks: u16, load_format: LoadFormat) -> CpuBackend {
+/// Opens a model as in processes of their own, with the same number for each stage.
+fn in_processes(
+    folder: &Path,
+    stages: &[u16],
+    ranks: u16,
+    processes_of_stage: u16,
+    load_format: LoadFormat,
+) -> CpuBackend {
     let settings = settings(stages, ranks, load_format);
-    let prepare = |nth| PreparedStage::prepare(folder, (4 << 20).into(), &settings, nth).expect("prepared");
-    let mut prepared: Vec<PreparedStage> = (0..stages.len()).map(prepare).collect();
-    let n_blocks = prepared.iter().map(PreparedStage::n_blocks).min().expect("a stage");
-    let head = prepared.pop().expect("the last stage");
-    let remote = prepared.into_iter().map(|stage| {
-        let process = stage.open(n_blocks).expect("the stage opens");
-        Arc::new(DirectStage(Arc::new(process))) as Arc<dyn RemoteStage>
+    let n_stages = stages.len() as u16;
+    let grid = ProcessGrid::new(n_stages * processes_of_stage, n_stages, ranks).expect("they divide");
+    let prepare = |process| {
+        let share = grid.share(process);
+        PreparedStage::prepare(folder, (4 << 20).into(), &settings, share).expect("prepared")
+    };
+    let mut prepared: Vec<PreparedStage> = (0..grid.n_processes()).map(prepare).collect();
+    let n_blocks = prepared.iter().map(PreparedStage::n_blocks).min().expect("a process");
+    let mut mates: Vec<Option<Arc<dyn StageMates>>> = vec![None; grid.n_processes()];
+    for stage in (0..grid.n_stages()).filter(|_| processes_of_stage > 1) {
+        let of_stage: Vec<usize> = grid.of_stage(stage).collect();
+        for (process, of_process) in of_stage.iter().zip(DirectMates::all(of_stage.len())) {
+            mates[*process] = Some(Arc::new(of_process));
+        }
+    }
+    let head = prepared.pop().expect("the last process");
+    let of_head = mates.pop().expect("the last process");
+    let remote = prepared.into_iter().zip(mates).enumerate().map(|(process, (prepared, mates))| {
+        let stage = prepared.open(n_blocks, mates).expect("the process opens");
+        let stage = Arc::new(DirectStage(Arc::new(stage)));
+        RemoteProcess { share: grid.share(process), stage }
     });
     let remote: Vec<_> = remote.collect();
-    head.open_head(n_blocks, &remote).expect("the last stage opens")
+    head.open_head(n_blocks, &remote, of_head).expect("the head opens")
+}
+
+/// The other processes of a stage, without connections.
+#[derive(Debug)]
+struct DirectMates {
+    to: Vec<mpsc::Sender<Bytes>>,
+    from: Mutex<Vec<mpsc::Receiver<Bytes>>>,
+}
+
+impl DirectMates {
+    fn all(n_processes: usize) -> Vec<Self> {
+        let mut all: Vec<(Vec<_>, Vec<_>)> = (0..n_processes).map(|_| Default::default()).collect();
+        for (to, from) in (0..n_processes).flat_map(|to| (0..n_processes).map(move |from| (to, from))) {
+            if to != from {
+                let (sender, receiver) = mpsc::channel();
+                all[from].0.push(sender);
+                all[to].1.push(receiver);
+            }
+        }
+        all.into_iter().map(|(to, from)| Self { to, from: Mutex::new(from) }).collect()
+    }
+}
+
+impl StageMates for DirectMates {
+    fn exchange(&self, mine: Bytes) -> Result<Vec<Bytes>, StageLost> {
+        let gone = |_| StageLost("another process is gone".to_owned());
+        for to in &self.to {
+            to.send(mine.clone()).map_err(|_| gone(()))?;
+        }
+        let from = self.from.lock().expect("no test panics with it");
+        from.iter().map(|from| from.recv().map_err(|_| gone(()))).collect()
+    }
 }
 
 /// Makes a folder with the config of a test model, but with four layers and no weights.
@@ -236,8 +289,12 @@ fn check(model: &str) {
         for ranks in [1, 2] {
             let seen = answers(opened(made.path(), stages, ranks, dummy));
             assert_eq!(seen, expected, "{model}, {ranks} ranks, stages of {stages:?} layers");
-            let seen = answers(in_processes(made.path(), stages, ranks, dummy));
+            let seen = answers(in_processes(made.path(), stages, ranks, 1, dummy));
             assert_eq!(seen, expected, "{model}, {ranks} ranks, processes of {stages:?} layers");
+        }
+        if stages.len() < 3 {
+            let seen = answers(in_processes(made.path(), stages, 2, 2, dummy));
+            assert_eq!(seen, expected, "{model}, a process for each rank of {stages:?} layers");
         }
     }
 }
@@ -283,7 +340,7 @@ fn models_in_files_give_the_same_bits() {
         let expected = answers(whole);
         let seen = answers(opened(&folder, stages, 2, LoadFormat::Safetensors));
         assert_eq!(seen, expected, "{model}");
-        let of_processes = in_processes(&folder, stages, 2, LoadFormat::Safetensors);
+        let of_processes = in_processes(&folder, stages, 2, 2, LoadFormat::Safetensors);
         assert_eq!(
             of_processes.model().fingerprint,
             fingerprint,

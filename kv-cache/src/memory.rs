@@ -19,7 +19,8 @@ use types::{GroupIdx, KvLayout, StageLayers};
 /// If the layout has several ranks, each rank has its own memory, with its heads' share of every page;
 /// [`rank`](Self::rank) returns it. Methods for pages without a rank are for memory with one rank only.
 ///
-/// Memory with [`StageLayers::part`] has the layers of one process of a node. Pages of other layers do not exist in it.
+/// Memory with [`StageLayers::part`] has the layers of one process of a node, and with [`StageLayers::with_ranks`] its ranks.
+/// Pages of other layers and ranks do not exist in it.
 ///
 /// If the node has several pipeline stages, each stage has its own regions. A block has the same index on all stages, so
 /// its bytes are the sum over the stages. See `docs/decisions/0032-the-wire-names-no-stage.md`.
@@ -33,6 +34,7 @@ struct Inner {
     /// The region of each layer, equal on every rank.
     regions: Regions,
     n_blocks: u32,
+    first_rank: u16,
     ranks: Box<[Pages]>,
 }
 
@@ -78,8 +80,9 @@ impl KvMemory {
         let regions = Regions::of(&layout, stages);
         let shapes = regions.shapes(n_blocks);
         let rank = |_| Ok(Pages::Host(HostMemory::shared(&shapes).or_else(|_| HostMemory::new(&shapes))?));
-        let ranks = (0..layout.shard.tp_size).map(rank).collect::<Result<_, MemoryError>>()?;
-        Ok(Self { inner: Arc::new(Inner { layout, regions, n_blocks, ranks }) })
+        let here = stages.ranks(layout.shard.tp_size);
+        let ranks = here.clone().map(rank).collect::<Result<_, MemoryError>>()?;
+        Ok(Self { inner: Arc::new(Inner { layout, regions, n_blocks, first_rank: here.start, ranks }) })
     }
 
     /// Allocates GPU memory for `n_blocks` blocks, one GPU for each rank of each stage: all ranks of the first stage, then
@@ -87,14 +90,15 @@ impl KvMemory {
     /// [`RankMemory::on_card`].
     ///
     /// # Panics
-    /// If the number of cards is not the layout's number of ranks times that of stages.
+    /// If the number of cards is not the number of ranks times that of stages.
     pub fn device(
         layout: KvLayout,
         stages: &StageLayers,
         n_blocks: u32,
         cards: &[&Card],
     ) -> Result<Self, MemoryError> {
-        let n_ranks = usize::from(layout.shard.tp_size);
+        let here = stages.ranks(layout.shard.tp_size);
+        let n_ranks = here.len();
         assert_eq!(n_ranks * stages.n_stages(), cards.len(), "a card is one rank of one stage");
         let regions = Regions::of(&layout, stages);
         let shapes = regions.shapes(n_blocks);
@@ -106,7 +110,7 @@ impl KvMemory {
             Ok(Pages::Device(of_stages.collect::<Result<_, MemoryError>>()?))
         };
         let ranks = (0..n_ranks).map(rank).collect::<Result<_, MemoryError>>()?;
-        Ok(Self { inner: Arc::new(Inner { layout, regions, n_blocks, ranks }) })
+        Ok(Self { inner: Arc::new(Inner { layout, regions, n_blocks, first_rank: here.start, ranks }) })
     }
 
     /// Returns the memory in the form for kernels; `None` if it is on the host or on several GPUs.
@@ -117,8 +121,7 @@ impl KvMemory {
 
     /// Returns the memory of each GPU: all ranks of the first stage, then those of the next. Empty if it is on the host.
     pub fn on_cards(&self) -> impl Iterator<Item = OnCard<'_>> {
-        let of_stage =
-            move |stage| (0..self.n_ranks()).filter_map(move |rank| self.rank(rank).on_card(stage));
+        let of_stage = move |stage| self.ranks().filter_map(move |rank| self.rank(rank).on_card(stage));
         (0..self.n_stages()).flat_map(of_stage)
     }
 
@@ -155,9 +158,9 @@ impl KvMemory {
         }
     }
 
-    /// Returns the bytes of one block in all regions of all ranks and stages.
+    /// Returns the bytes of one block in all regions of these ranks and stages.
     pub fn block_bytes(layout: &KvLayout, stages: &StageLayers) -> usize {
-        Regions::of(layout, stages).block_bytes() * usize::from(layout.shard.tp_size)
+        Regions::of(layout, stages).block_bytes() * stages.ranks(layout.shard.tp_size).len()
     }
 
     /// Returns the bytes of one block on a rank, for each stage.
@@ -187,14 +190,14 @@ impl KvMemory {
         self.inner.n_blocks
     }
 
-    /// Returns the total bytes on all ranks.
+    /// Returns the total bytes.
     pub fn bytes(&self) -> usize {
         self.inner.ranks.iter().map(Pages::bytes).sum()
     }
 
-    /// Returns the bytes of each pipeline stage on all ranks.
+    /// Returns the bytes of each pipeline stage.
     pub fn stage_bytes(&self) -> Vec<usize> {
-        let n_pages = self.n_blocks() as usize * usize::from(self.n_ranks());
+        let n_pages = self.n_blocks() as usize * self.ranks().len();
         self.inner.regions.stage_block_bytes().map(|block_bytes| block_bytes * n_pages).collect()
     }
 
@@ -203,16 +206,25 @@ impl KvMemory {
         self.inner.regions.by_layer == Regions::of(self.layout(), &StageLayers::one()).by_layer
     }
 
+    /// Returns the number of ranks of the node.
     pub fn n_ranks(&self) -> u16 {
         self.inner.layout.shard.tp_size
+    }
+
+    /// Returns the ranks whose share the memory has. Only the memory of one process of several lacks some.
+    pub fn ranks(&self) -> Range<u16> {
+        let Inner { first_rank, ranks, .. } = &*self.inner;
+        *first_rank..first_rank + ranks.len() as u16
     }
 
     /// Returns one rank's share of the pages.
     ///
     /// # Panics
-    /// If there is no such rank.
+    /// If the memory has no such rank.
     pub fn rank(&self, tp_rank: u16) -> RankMemory<'_> {
-        RankMemory { pages: &self.inner.ranks[usize::from(tp_rank)], regions: &self.inner.regions }
+        let Inner { first_rank, ranks, regions, .. } = &*self.inner;
+        let nth = tp_rank.checked_sub(*first_rank).expect("the memory has the rank");
+        RankMemory { pages: &ranks[usize::from(nth)], regions }
     }
 
     /// Returns the share of the only rank, which is the whole memory.

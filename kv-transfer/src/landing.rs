@@ -70,9 +70,9 @@ pub struct OpenLanding {
     metrics: TransferMetrics,
 }
 
-/// Returns the wanted pages whose layers the memory has.
+/// Returns the wanted pages whose layers and ranks the memory has.
 fn pages_in(memory: &KvMemory, landing: &Landing, lanes: Lanes) -> Pages {
-    Pages::of_layers(landing, lanes, |group, layer_pos| memory.has_layer(group, layer_pos))
+    Pages::of_process(landing, lanes, &memory.ranks(), |group, layer_pos| memory.has_layer(group, layer_pos))
 }
 
 fn shapes(landing: &Landing) -> Vec<Vec<PageShape>> {

@@ -5,7 +5,7 @@
 //! numbers of ranks a part is whole pages; otherwise it is some heads of each page.
 //! See `docs/decisions/0012-ranks-share-outputs.md`.
 
-use std::ops::Deref;
+use std::ops::{Deref, Range};
 use std::sync::Arc;
 
 use types::layout::LayerShape;
@@ -79,6 +79,12 @@ impl Lanes {
     /// Returns the index of `lane`; `None` if the transfer has no such lane.
     pub fn position(&self, lane: Lane) -> Option<usize> {
         self.all.iter().position(|known| *known == lane)
+    }
+
+    /// Returns the positions of the lanes to some neighbouring ranks of the receiver.
+    pub fn to_ranks(&self, ranks: &Range<u16>) -> Range<usize> {
+        self.all.partition_point(|lane| lane.to < ranks.start)
+            ..self.all.partition_point(|lane| lane.to < ranks.end)
     }
 
     /// Returns the heads of a layer that one lane carries.

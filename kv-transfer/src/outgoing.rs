@@ -447,7 +447,7 @@ impl Pump {
     /// Cuts a span into pieces from one process to one process each. Each lane's part of a piece fits into one frame.
     fn cut(&self, span: &KvSpan) -> Vec<KvSpan> {
         let layers = &self.out.landing.layout.group(span.group).layers;
-        let from = |layer| self.processes.as_ref().and_then(|processes| processes.of_layer(layer));
+        let from = |layer| self.processes.as_ref().and_then(|processes| processes.process_of(layer, 0));
         let parts = split(span, layers, |layer| (from(layer), self.wire.process_of(layer)));
         parts.iter().flat_map(|part| self.cut_of_one(part)).collect()
     }

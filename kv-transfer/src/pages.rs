@@ -9,6 +9,7 @@ use std::ops::Range;
 use types::{GroupIdx, KvSpan, Landing};
 
 use crate::lanes::{LaneSpan, Lanes};
+use crate::reshard::Lane;
 use crate::settings::FrameSizes;
 
 /// Limit of pages in one frame, which bounds its digests.
@@ -21,13 +22,20 @@ pub(crate) const FRAME_DIGESTS_MAX: usize = 8192;
 struct PageIndex {
     wanted: Range<u32>,
     lanes: Lanes,
+    /// The lanes to ranks of this process, by their positions.
+    here: Range<usize>,
     /// For each group the numbers of its layers, counted over all groups; `None` for a layer of another process.
     layers: Vec<Vec<Option<usize>>>,
     n_layers: usize,
 }
 
 impl PageIndex {
-    fn of(landing: &Landing, lanes: Lanes, has_layer: impl Fn(GroupIdx, u16) -> bool) -> Self {
+    fn of(
+        landing: &Landing,
+        lanes: Lanes,
+        ranks: &Range<u16>,
+        has_layer: impl Fn(GroupIdx, u16) -> bool,
+    ) -> Self {
         let mut n_layers = 0;
         let mut number = |is_here: bool| {
             n_layers += usize::from(is_here);
@@ -39,27 +47,34 @@ impl PageIndex {
             (0..n_layers).map(|layer_pos| number(has_layer(group, layer_pos))).collect()
         });
         let layers = layers.collect();
-        Self { wanted: landing.wanted_blocks(), lanes, layers, n_layers }
+        let here = lanes.to_ranks(ranks);
+        Self { wanted: landing.wanted_blocks(), lanes, here, layers, n_layers }
     }
 
     fn n_pages(&self) -> usize {
-        self.wanted.len() * self.lanes.len() * self.n_layers
+        self.wanted.len() * self.here.len() * self.n_layers
     }
 
     fn contains(&self, span: &LaneSpan) -> bool {
         let layers = span.layers.start.into()..span.layers.end.into();
         let layers = self.layers.get(usize::from(span.group.0)).and_then(|of_group| of_group.get(layers));
-        self.lanes.position(span.lane).is_some()
+        self.lane(span.lane).is_some()
             && layers.is_some_and(|layers| layers.iter().all(Option::is_some))
             && self.wanted.start <= span.blocks.start
             && span.blocks.end <= self.wanted.end
+    }
+
+    /// Returns the number of a lane among those to ranks of this process.
+    fn lane(&self, lane: Lane) -> Option<usize> {
+        let position = self.lanes.position(lane).filter(|position| self.here.contains(position))?;
+        Some(position - self.here.start)
     }
 
     /// Returns the page numbers of one layer of a span, which the index contains.
     fn row(&self, lane: usize, group: GroupIdx, layer_pos: u16, blocks: &Range<u32>) -> Range<usize> {
         let layer = self.layers[usize::from(group.0)][usize::from(layer_pos)];
         let layer = layer.expect("a span is checked before its pages are looked up");
-        let row = layer * self.lanes.len() + lane;
+        let row = layer * self.here.len() + lane;
         let start = row * self.wanted.len() + (blocks.start - self.wanted.start) as usize;
         start..start + blocks.len()
     }
@@ -88,16 +103,17 @@ pub(crate) struct Pages {
 impl Pages {
     /// Returns all wanted pages of a landing.
     pub(crate) fn of(landing: &Landing, lanes: Lanes) -> Self {
-        Self::of_layers(landing, lanes, |_, _| true)
+        Self::of_process(landing, lanes, &(0..u16::MAX), |_, _| true)
     }
 
-    /// Returns the wanted pages of some layers, which are those of one process.
-    pub(crate) fn of_layers(
+    /// Returns the wanted pages of one process: of some layers on some ranks.
+    pub(crate) fn of_process(
         landing: &Landing,
         lanes: Lanes,
+        ranks: &Range<u16>,
         has_layer: impl Fn(GroupIdx, u16) -> bool,
     ) -> Self {
-        let index = PageIndex::of(landing, lanes, has_layer);
+        let index = PageIndex::of(landing, lanes, ranks, has_layer);
         let states = vec![PageState::Missing; index.n_pages()];
         Self { index, states, n_claimed: 0, n_verified: 0 }
     }
@@ -174,7 +190,7 @@ impl Pages {
 
     /// Returns the page numbers of a span, layer by layer.
     fn rows(&self, span: &LaneSpan) -> Vec<Range<usize>> {
-        let lane = self.index.lanes.position(span.lane).unwrap_or(0);
+        let lane = self.index.lane(span.lane).unwrap_or(0);
         let row = |layer_pos| self.index.row(lane, span.group, layer_pos, &span.blocks);
         span.layers.clone().map(row).collect()
     }

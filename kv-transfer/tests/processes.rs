@@ -3,13 +3,12 @@
 mod fake_peer;
 
 use std::num::NonZero;
-use std::ops::Range;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use async_trait::async_trait;
 use baton_kv_transfer::conformance::node::{BLOCK_TOKENS, Make, N_LAYERS, Pair, handoff, layout, whole};
-use baton_kv_transfer::conformance::processes::{FollowerPath, ProcessParts};
+use baton_kv_transfer::conformance::processes::{FollowerPath, LayersOnRanks, ProcessParts};
 use baton_kv_transfer::connectors::names;
 use baton_kv_transfer::connectors::tcp::listen_double;
 use baton_kv_transfer::{
@@ -27,7 +26,7 @@ const N_TOKENS: u32 = 8 * BLOCK_TOKENS;
 /// The followers of a node, with puts that the test holds up.
 #[derive(Debug)]
 struct HeldUp {
-    layers: Vec<Range<u16>>,
+    shares: Vec<LayersOnRanks>,
     /// `None` once the test has killed them.
     followers: Mutex<Option<Arc<dyn OtherProcesses>>>,
     /// A permit for each put.
@@ -37,8 +36,8 @@ struct HeldUp {
 
 impl HeldUp {
     async fn new(parts: &ProcessParts, n_permits: usize) -> Arc<Self> {
-        let (layers, followers) = (parts.layers.clone(), Mutex::new(Some(parts.start_followers().await)));
-        Arc::new(Self { layers, followers, permits: Semaphore::new(n_permits), orders: Mutex::default() })
+        let (shares, followers) = (parts.shares.clone(), Mutex::new(Some(parts.start_followers().await)));
+        Arc::new(Self { shares, followers, permits: Semaphore::new(n_permits), orders: Mutex::default() })
     }
 
     fn followers(&self) -> Option<Arc<dyn OtherProcesses>> {
@@ -66,12 +65,12 @@ impl HeldUp {
 
 #[async_trait]
 impl OtherProcesses for HeldUp {
-    fn of_layer(&self, layer: u16) -> Option<usize> {
-        self.layers.iter().position(|layers| layers.contains(&layer))
+    fn process_of(&self, layer: u16, rank: u16) -> Option<usize> {
+        LayersOnRanks::position(&self.shares, layer, rank)
     }
 
     fn n_processes(&self) -> usize {
-        self.layers.len()
+        self.shares.len()
     }
 
     async fn put(&self, process: usize, order: PutOrder) -> Result<(), TransferError> {

@@ -32,13 +32,13 @@ async fn an_old_version_is_refused_with_both_ranges_named() {
     assert_serves_on(&pair).await;
     let logged = refusals(&capture);
     assert_eq!(logged.len(), 1, "{logged:?}");
-    assert!(logged[0].contains("this side speaks 3..6, the peer 1..2"), "{logged:?}");
+    assert!(logged[0].contains("this side speaks 3..7, the peer 1..2"), "{logged:?}");
 }
 
 #[tokio::test]
 async fn the_highest_common_version_is_spoken() {
     let pair = tcp_pair().await;
-    for (range, expected) in [((3, 3), 3), ((3, 4), 4), ((4, 5), 5), ((4, 9), 6)] {
+    for (range, expected) in [((3, 3), 3), ((3, 4), 4), ((4, 5), 5), ((4, 6), 6), ((4, 9), 7)] {
         let mut peer = FakePeer::connect(&pair.decode).await;
         peer.say(Body::Hello(hello(range.0, range.1))).await;
         assert!(
@@ -71,11 +71,11 @@ async fn sender_names_both_ranges_too() {
     let refuse = async {
         let mut peer = FakePeer { socket: listener.accept().await.expect("it connects").0 };
         assert!(matches!(peer.hear().await, Some(Body::Hello(_))));
-        peer.say(Body::Incompatible { protocol: ProtocolRange { min: 7, max: 9 } }).await;
+        peer.say(Body::Incompatible { protocol: ProtocolRange { min: 8, max: 10 } }).await;
     };
     let (opened, ()) = in_time(async { tokio::join!(pair.open(&landing), refuse) }).await;
     let error = opened.map(|_| ()).expect_err("there is no common version");
-    assert_eq!(error.to_string(), "no common protocol version: this side speaks 3..6, the peer 7..9");
+    assert_eq!(error.to_string(), "no common protocol version: this side speaks 3..7, the peer 8..10");
 }
 
 // === invalid frames ===

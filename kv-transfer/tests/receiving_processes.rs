@@ -6,7 +6,7 @@ use std::num::NonZero;
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use baton_kv_transfer::conformance::node::{BLOCK_TOKENS, Pair, layout};
+use baton_kv_transfer::conformance::node::{BLOCK_TOKENS, Pair, layout, spread_layout};
 use baton_kv_transfer::conformance::processes::{ProcessParts, Side};
 use baton_kv_transfer::connectors::tcp::frame::{Body, Hello};
 use baton_kv_transfer::{LandOrder, LandingEvent, OtherProcesses, PutOrder, TransferError};
@@ -31,8 +31,8 @@ struct HeldUp {
 
 #[async_trait]
 impl OtherProcesses for HeldUp {
-    fn of_layer(&self, layer: u16) -> Option<usize> {
-        self.followers.of_layer(layer)
+    fn process_of(&self, layer: u16, rank: u16) -> Option<usize> {
+        self.followers.process_of(layer, rank)
     }
 
     fn n_processes(&self) -> usize {
@@ -154,16 +154,21 @@ async fn a_process_that_grants_no_landings_makes_no_link() {
     assert_eq!(stranger.hear().await, None, "a frame that only receivers send");
 }
 
-/// A sender of an older version knows no further processes. It gets an error that names both ranges.
+/// A sender of an older version knows no further processes, or not their ranks. It gets an error that names both ranges.
 #[tokio::test]
 async fn senders_of_older_versions_are_refused_with_both_ranges() {
-    let pair = parts().start(&make_tcp(), tcp_pair().await).await;
-    let mut peer = FakePeer::connect(&pair.decode).await;
-    peer.say(Body::Hello(hello(3, 5))).await;
-    let refusal = peer.hear().await;
-    let Some(Body::Incompatible { protocol }) = refusal else { panic!("{refusal:?}") };
-    assert_eq!((protocol.min, protocol.max), (6, 6));
-    assert_eq!(peer.hear().await, None, "the connection is closed");
+    let of_ranks = ProcessParts::with_ranks(Side::Decode, 2, NonZero::<u16>::MIN, &spread_layout(2));
+    for (parts, first) in [(parts(), 6), (of_ranks, 7)] {
+        let pair = parts.start(&make_tcp(), tcp_pair().await).await;
+        let mut peer = FakePeer::connect(&pair.decode).await;
+        peer.say(Body::Hello(hello(3, first - 1))).await;
+        let refusal = peer.hear().await;
+        let Some(Body::Incompatible { protocol }) = refusal else { panic!("{refusal:?}") };
+        assert_eq!((protocol.min, protocol.max), (first, 7));
+        assert_eq!(peer.hear().await, None, "the connection is closed");
+        in_time(pair.at_baseline()).await;
+    }
+    let pair = self::parts().start(&make_tcp(), tcp_pair().await).await;
     in_time(pair.transfer(N_TOKENS, 1)).await;
     in_time(pair.at_baseline()).await;
 }

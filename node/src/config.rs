@@ -17,7 +17,7 @@ use kv_transfer::TransferSettings;
 use scheduler::SchedulerSettings;
 use serde::{Deserialize, Serialize};
 use types::layout::RANKS_MAX;
-use types::{KvDtype, NodeId, StageSplit};
+use types::{KvDtype, NodeId, ProcessGrid, StageSplit};
 
 use crate::error::NodeError;
 use crate::group::GroupSettings;
@@ -187,13 +187,7 @@ impl ModelSection {
         let ranks = ranks.ok_or_else(|| {
             NodeError::Config(format!("model.tp: {} ranks, 1 to {RANKS_MAX} are allowed", self.tp))
         })?;
-        let n_stages = match expert.model.processes {
-            0 | 1 => expert.model.stages,
-            n_processes => n_processes,
-        };
-        let stages = NonZero::new(n_stages).ok_or_else(|| {
-            NodeError::Config("expert.model.stages: 0 stages, at least 1 is needed".to_owned())
-        })?;
+        let stages = expert.model.n_stages();
         Ok(EngineSettings {
             model,
             device,
@@ -221,25 +215,25 @@ impl ModelSection {
     }
 }
 
-/// Makes the settings of a node of several processes. Each process has one stage.
+/// Makes the settings of a node of several processes. Each process has one stage, or some ranks of one.
 fn group(model: &ModelSection, expert: &NodeExpertSettings) -> Result<GroupSettings, NodeError> {
-    let ModelExpertSettings { stages, processes, join, join_ms, .. } = &expert.model;
+    let ModelExpertSettings { processes, join, join_ms, .. } = &expert.model;
     let refused = |why: String| NodeError::Config(format!("expert.model.processes: {why}"));
-    match (*processes, *stages) {
-        (0, _) => return Err(refused("0 processes, at least 1 is needed".to_owned())),
-        (1, _) => {}
-        (n, stages) if stages > 1 && stages != n => {
-            return Err(refused(format!("{n} processes for {stages} stages: each process has one stage")));
-        }
-        (n, _) if model.device == "auto" => {
+    let n_stages = match *processes {
+        0 => return Err(refused("0 processes, at least 1 is needed".to_owned())),
+        // One process may have several stages.
+        1 => 1,
+        n if model.device == "auto" => {
             return Err(refused(format!(
                 "{n} processes need a device: set model.device to \"cpu\" or \"cuda:N\""
             )));
         }
-        _ => {}
-    }
+        _ => expert.model.n_stages().get(),
+    };
+    let grid =
+        ProcessGrid::new(*processes, n_stages, model.tp).map_err(|error| refused(error.to_string()))?;
     let join_within = Duration::from_millis(*join_ms);
-    Ok(GroupSettings { n_processes: *processes, listen: join.clone(), join_within })
+    Ok(GroupSettings { grid, listen: join.clone(), join_within })
 }
 
 /// The seed of dummy weights. It is the same on every node, because nodes exchange their KV.
@@ -319,7 +313,7 @@ impl NodeConfig {
     /// Returns the numbers of the GPUs that this process uses.
     pub fn gpus(&self) -> Range<usize> {
         let of_all = self.engine.gpus();
-        of_all.start..of_all.start + of_all.len() / usize::from(self.group.n_processes.max(1))
+        of_all.start..of_all.start + of_all.len() / self.group.grid.n_processes()
     }
 
     pub fn resolve(raw: RawNodeConfig) -> Result<Self, NodeError> {

@@ -84,7 +84,7 @@ pub async fn live(parts: NodeParts, services: Routes, life: Life<'_>) -> Result<
         admin: life.admin,
         connectors: &parts.connectors,
         model: &parts.model,
-        keeps_role: life.config.group.n_processes > 1,
+        keeps_role: life.config.group.grid.n_processes() > 1,
     };
     let stop_worker = || {
         if !life.worker_stays.load(Ordering::Relaxed) {

@@ -21,7 +21,7 @@ use types::{BlockHashKey, Epoch, Fingerprint, KvLayout, ModelInfo, NodeId, NodeI
 
 /// The protocol version before this one.
 const PREVIOUS: u16 = PROTOCOL.min - 1;
-const PREVIOUS_IS_REFUSED: &str = "no common protocol version: this side speaks 3..6, the peer 2..2";
+const PREVIOUS_IS_REFUSED: &str = "no common protocol version: this side speaks 3..7, the peer 2..2";
 
 /// Makes a call of a process that speaks these protocol versions.
 fn with_range<T>(message: T, range: &'static str) -> tonic::Request<T> {

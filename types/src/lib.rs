@@ -1,7 +1,7 @@
 //! Plain value types that all crates share, with no I/O, no async and no serde.
 //!
 //! Suggested reading order: the request ([`prompt`], [`grammar`], [`step`]), the nodes ([`node`], [`load`]), the memory layout of
-//! KV ([`layout`], [`stages`], [`block`]), its transfer between nodes ([`transfer`]), and the text of an error ([`text`]).
+//! KV ([`layout`], [`stages`], [`processes`], [`block`]), its transfer between nodes ([`transfer`]), and the text of an error ([`text`]).
 #![forbid(unsafe_code)]
 
 pub mod block;
@@ -11,6 +11,7 @@ pub mod layout;
 pub mod load;
 pub mod node;
 pub mod place;
+pub mod processes;
 pub mod prompt;
 pub mod stages;
 pub mod step;
@@ -24,6 +25,7 @@ pub use ids::{Epoch, Grant, NodeId, RequestId, TenantId, TransferId};
 pub use layout::{GroupIdx, KvDtype, KvLayout};
 pub use load::{BlockChange, BlockCounts, BlockEvent, LearnedCosts, NodeLoad, PromptWork};
 pub use node::{Fingerprint, FingerprintDigest, MissingWire, ModelInfo, NodeInfo, ProtocolRange, Role};
+pub use processes::{GridError, ProcessGrid, ProcessShare};
 pub use prompt::{CacheSalt, Deadline, Prompt, PromptDigest, RequestedModel, Sampling, StopRules, TokenId};
 pub use refusal::{CallerAction, Refusal, RefusalKind};
 pub use stages::{StageError, StageLayers, StageSplit};

@@ -9,7 +9,7 @@ use crate::layout::KvLayout;
 use crate::transfer::{Scheme, WireAddress};
 
 /// The protocol versions that this build speaks.
-pub const PROTOCOL: ProtocolRange = ProtocolRange { min: 3, max: 6 };
+pub const PROTOCOL: ProtocolRange = ProtocolRange { min: 3, max: 7 };
 
 /// The size limit of one gRPC message, for both sides. KV never travels over gRPC; the largest message is a prompt
 /// of a million tokens, at three bytes per token.

@@ -3,6 +3,8 @@
 use std::num::NonZero;
 use std::ops::Range;
 
+use crate::processes::ProcessShare;
+
 /// The number of pipeline stages, as set, for a model whose layers are not known yet.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StageSplit {
@@ -12,9 +14,13 @@ pub struct StageSplit {
 }
 
 /// The layers of each pipeline stage of a node, or of one process of it: neighbours, in order, at least one in each
-/// stage.
+/// stage. A process may have only some of the ranks of its stage.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct StageLayers(Vec<Range<u16>>);
+pub struct StageLayers {
+    layers: Vec<Range<u16>>,
+    /// `None`: all ranks.
+    ranks: Option<Range<u16>>,
+}
 
 /// The reason why a model's layers cannot be divided as the settings say.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -71,14 +77,26 @@ impl StageLayers {
 
     /// Returns one stage that has only these layers, for a process that has no others.
     pub fn part(layers: Range<u16>) -> Self {
-        Self(std::iter::once(layers).collect())
+        Self { layers: std::iter::once(layers).collect(), ranks: None }
     }
 
-    /// Returns only this stage, or all of them.
-    pub fn only(&self, nth: Option<usize>) -> Result<Self, StageError> {
-        let Some(nth) = nth else { return Ok(self.clone()) };
-        let none = StageError::NoStage { nth, n_stages: self.n_stages() };
-        self.0.get(nth).cloned().map(Self::part).ok_or(none)
+    /// Returns the same stages, for a process that has only these ranks of each.
+    #[must_use]
+    pub fn with_ranks(self, ranks: Range<u16>) -> Self {
+        Self { ranks: Some(ranks), ..self }
+    }
+
+    /// Returns only the share of one process, or all of it.
+    pub fn only(&self, share: Option<&ProcessShare>) -> Result<Self, StageError> {
+        let Some(ProcessShare { stage, ranks }) = share else { return Ok(self.clone()) };
+        let none = StageError::NoStage { nth: *stage, n_stages: self.n_stages() };
+        let layers = self.layers.get(*stage).cloned().ok_or(none)?;
+        Ok(Self::part(layers).with_ranks(ranks.clone()))
+    }
+
+    /// Returns the ranks of each stage, of `n_ranks` in all.
+    pub fn ranks(&self, n_ranks: u16) -> Range<u16> {
+        self.ranks.clone().unwrap_or(0..n_ranks)
     }
 
     fn of_counts(counts: impl Iterator<Item = u16>) -> Self {
@@ -88,16 +106,16 @@ impl StageLayers {
             end += n;
             start..end
         };
-        Self(counts.map(stage).collect())
+        Self { layers: counts.map(stage).collect(), ranks: None }
     }
 
     pub fn n_stages(&self) -> usize {
-        self.0.len()
+        self.layers.len()
     }
 
     /// Returns the layers of each stage, in order.
     pub fn iter(&self) -> impl Iterator<Item = Range<u16>> {
-        self.0.iter().cloned()
+        self.layers.iter().cloned()
     }
 }
 
@@ -132,7 +150,11 @@ mod tests {
         assert_eq!((part.n_stages(), part.iter().next()), (1, Some(3..7)));
         let two = StageLayers::of_counts([3, 4].into_iter());
         let none = StageError::NoStage { nth: 2, n_stages: 2 };
-        assert_eq!([None, Some(1), Some(2)].map(|nth| two.only(nth)), [Ok(two.clone()), Ok(part), Err(none)]);
+        let share = |stage| ProcessShare { stage, ranks: 2..4 };
+        let of_ranks = part.with_ranks(2..4);
+        assert_eq!((of_ranks.ranks(4), two.ranks(4)), (2..4, 0..4));
+        let seen = [None, Some(1), Some(2)].map(|stage| two.only(stage.map(share).as_ref()));
+        assert_eq!(seen, [Ok(two.clone()), Ok(of_ranks), Err(none)]);
     }
 
     #[test]

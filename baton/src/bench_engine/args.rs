@@ -34,7 +34,7 @@ const CHECK_FOLDERS: &[&str] = &[
     "models/demo",
 ];
 
-/// The folders with latent attention. A GPU has neither their weights nor their KV in FP8.
+/// The folders with latent attention.
 const CHECK_FOLDERS_OF_LATENTS: &[&str] =
     &["engine/tests/models/deepseek-v2", "engine/tests/models/deepseek-v3"];
 

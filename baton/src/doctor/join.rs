@@ -18,7 +18,7 @@ const HEAD: &str = "BATON_RANK_OF";
 
 pub(super) async fn look(process: &ConfigFile, world: &World) -> Vec<Finding> {
     let ConfigFile::Node(config) = process else { return Vec::new() };
-    match (config.group.n_processes, std::env::var(HEAD)) {
+    match (config.group.grid.n_processes(), std::env::var(HEAD)) {
         (1, _) => Vec::new(),
         (_, Ok(head)) => vec![reached(&head, world).await],
         (n, Err(_)) => {
@@ -34,7 +34,7 @@ pub(super) async fn look(process: &ConfigFile, world: &World) -> Vec<Finding> {
 /// Returns the address where this process waits for others, if it is a head.
 pub(super) fn listens(process: &ConfigFile) -> Option<&str> {
     let ConfigFile::Node(config) = process else { return None };
-    let is_head = config.group.n_processes > 1 && std::env::var_os(HEAD).is_none();
+    let is_head = config.group.grid.n_processes() > 1 && std::env::var_os(HEAD).is_none();
     is_head.then_some(config.group.listen.as_str())
 }
 

@@ -107,8 +107,8 @@ async fn every_call_carries_our_headers() {
     timeout(WITHIN, client.check(call(&id, whole_server()))).await.expect("in time").expect("it serves");
     timeout(WITHIN, client.check(whole_server())).await.expect("in time").expect("it serves");
     let [with_id, without] = <[_; 2]>::try_from(std::mem::take(&mut *seen.lock().unwrap())).unwrap();
-    assert_eq!((&with_id.0[PROTOCOL_HEADER], with_id.1), (&HeaderValue::from_static("3-6"), Some(id)));
-    assert_eq!((&without.0[PROTOCOL_HEADER], without.1), (&HeaderValue::from_static("3-6"), None));
+    assert_eq!((&with_id.0[PROTOCOL_HEADER], with_id.1), (&HeaderValue::from_static("3-7"), Some(id)));
+    assert_eq!((&without.0[PROTOCOL_HEADER], without.1), (&HeaderValue::from_static("3-7"), None));
     served.stop().await;
 }
 
@@ -122,7 +122,7 @@ async fn protocol_refusals_table() {
             Some("0-0"),
             Err((
                 Code::FailedPrecondition,
-                "no common protocol version: this side speaks 3..6, the peer 0..0",
+                "no common protocol version: this side speaks 3..7, the peer 0..0",
             )),
         ),
         (Some("new"), Err((Code::InvalidArgument, "`baton-protocol` must be MIN-MAX, not \"new\""))),

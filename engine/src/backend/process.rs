@@ -1,15 +1,15 @@
-//! One of several processes of a node, on any device: the stage that it computes.
+//! One of several processes of a node, on any device: the stage, or the ranks of one, that it computes.
 
 use std::path::Path;
 use std::sync::Arc;
 
-use types::{Fingerprint, StageLayers};
+use types::{Fingerprint, ProcessShare, StageLayers};
 
-use super::remote::{RemoteStage, StageProcess};
+use super::remote::{RemoteProcess, StageMates, StageProcess};
 use super::{Backend, Device, EngineSettings, cpu, cuda};
 use crate::error::OpenError;
 
-/// A stage whose model's config is read, and whose weights are not loaded.
+/// A process's share of a model whose config is read, and whose weights are not loaded.
 #[derive(Debug)]
 pub enum PreparedStage {
     Cpu(Box<cpu::process::PreparedStage>),
@@ -17,17 +17,19 @@ pub enum PreparedStage {
 }
 
 impl PreparedStage {
-    /// Reads the config of a model for one of its stages. The settings say how many there are.
-    pub fn prepare(engine: &EngineSettings, nth: usize) -> Result<Self, OpenError> {
+    /// Reads the config of a model for one of its processes. The settings say how many stages and ranks there are.
+    pub fn prepare(engine: &EngineSettings, share: ProcessShare) -> Result<Self, OpenError> {
         let folder = Path::new(&engine.model);
         Ok(match engine.device {
             Device::Cpu => {
                 engine.experts.ensure_cut("a processor")?;
-                let prepared = cpu::process::PreparedStage::prepare(folder, engine.kv, &engine.on_cpu(), nth);
+                let prepared =
+                    cpu::process::PreparedStage::prepare(folder, engine.kv, &engine.on_cpu(), share);
                 Self::Cpu(Box::new(prepared?))
             }
             Device::Cuda(_) | Device::Auto => {
-                let prepared = cuda::process::PreparedStage::prepare(folder, engine.kv, &engine.cuda(), nth);
+                let prepared =
+                    cuda::process::PreparedStage::prepare(folder, engine.kv, &engine.cuda(), share);
                 Self::Cuda(Box::new(prepared?))
             }
         })
@@ -65,24 +67,29 @@ impl PreparedStage {
         }
     }
 
-    /// Loads the stage's weights, and takes memory for `n_blocks` blocks.
-    pub fn open(self, n_blocks: u32) -> Result<Arc<dyn StageProcess>, OpenError> {
+    /// Loads the stage's weights, and takes memory for `n_blocks` blocks. `mates` has the stage's other ranks.
+    pub fn open(
+        self,
+        n_blocks: u32,
+        mates: Option<Arc<dyn StageMates>>,
+    ) -> Result<Arc<dyn StageProcess>, OpenError> {
         Ok(match self {
-            Self::Cpu(prepared) => Arc::new(prepared.open(n_blocks)?),
-            Self::Cuda(prepared) => Arc::new(prepared.open(n_blocks)?),
+            Self::Cpu(prepared) => Arc::new(prepared.open(n_blocks, mates)?),
+            Self::Cuda(prepared) => Arc::new(prepared.open(n_blocks, mates)?),
         })
     }
 
-    /// Loads the weights of the last stage, and makes the backend of the whole model. `remote` are the stages before it,
-    /// in order.
+    /// Loads the weights of the last stage, and makes the backend of the whole model. `remote` are the other processes, and
+    /// `mates` those with ranks of the last stage.
     pub fn open_head(
         self,
         n_blocks: u32,
-        remote: &[Arc<dyn RemoteStage>],
+        remote: &[RemoteProcess],
+        mates: Option<Arc<dyn StageMates>>,
     ) -> Result<Box<dyn Backend>, OpenError> {
         Ok(match self {
-            Self::Cpu(prepared) => Box::new(prepared.open_head(n_blocks, remote)?),
-            Self::Cuda(prepared) => Box::new(prepared.open_head(n_blocks, remote)?),
+            Self::Cpu(prepared) => Box::new(prepared.open_head(n_blocks, remote, mates)?),
+            Self::Cuda(prepared) => Box::new(prepared.open_head(n_blocks, remote, mates)?),
         })
     }
 }

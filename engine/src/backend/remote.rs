@@ -1,5 +1,5 @@
-//! Stages in other processes: what a step and its results are there, the connection to them as a trait, and a stage that
-//! computes for another process.
+//! Stages and ranks in other processes: what a step and its results are there, the connections to them as traits, and a stage
+//! that computes for another process.
 
 use std::fmt::Debug;
 use std::ops::Range;
@@ -8,12 +8,26 @@ use std::sync::Arc;
 use bytes::Bytes;
 use kernels::cpu::Format;
 use kv_cache::{FenceSignal, KvMemory};
-use types::{BlockIdx, Fingerprint, TokenId};
+use types::{BlockIdx, Fingerprint, ProcessShare, TokenId};
 
 pub use crate::error::StageLost;
 use crate::error::{OpenError, RowError};
 
-/// A pipeline stage in another process.
+/// Another process of a node, and what it computes.
+#[derive(Clone, Debug)]
+pub struct RemoteProcess {
+    pub share: ProcessShare,
+    pub stage: Arc<dyn RemoteStage>,
+}
+
+/// The processes that compute the other ranks of this process's stage.
+pub trait StageMates: Debug + Send + Sync + 'static {
+    /// Sends bytes to all of them, and waits for theirs, which come in the order of their ranks. All processes of a stage
+    /// exchange the same number of times.
+    fn exchange(&self, mine: Bytes) -> Result<Vec<Bytes>, StageLost>;
+}
+
+/// A pipeline stage in another process, or some ranks of one.
 pub trait RemoteStage: Debug + Send + Sync + 'static {
     /// Waits until the stage has loaded its weights, and returns their description.
     fn loaded(&self) -> Result<StageWeights, StageLost>;
@@ -86,6 +100,10 @@ pub struct StageRow {
     pub start: usize,
     /// The sequence's blocks, one table for each layer group.
     pub tables: Vec<Vec<BlockIdx>>,
+    /// Whether the last stage samples a token for the row.
+    pub is_wanted: bool,
+    /// The number of the row's tokens for which the last stage tells the log-probability of the next one.
+    pub n_targets: usize,
     /// The row's error in an earlier stage.
     pub outcome: Result<(), RowError>,
 }
@@ -94,7 +112,8 @@ pub struct StageRow {
 #[derive(Clone, Debug, PartialEq)]
 pub struct StageResults {
     /// The rows for the next stage. From a processor: (tokens, hidden) numbers of f32. From a GPU: as many of bf16, and
-    /// then the same rows after the norm of the next stage's first layer. All are little endian.
+    /// then the same rows after the norm of the next stage's first layer. All are little endian. Empty from a process
+    /// without the first rank, and after the last stage.
     pub hidden: Bytes,
     /// One for each row.
     pub outcomes: Vec<Result<(), RowError>>,
@@ -110,15 +129,16 @@ pub struct StageWeights {
     pub formats: Vec<(Format, usize)>,
 }
 
-/// Waits until all stages have loaded their weights, and returns these. Refuses a stage of another model than `ours`.
+/// Waits until all processes have loaded their weights, and returns these. Refuses a stage of another model than `ours`.
 pub(super) fn weights_of(
-    remote: &[Arc<dyn RemoteStage>],
+    remote: &[RemoteProcess],
     ours: &Fingerprint,
 ) -> Result<Vec<StageWeights>, OpenError> {
-    let weights = |(nth, stage): (usize, &Arc<dyn RemoteStage>)| {
+    let weights = |RemoteProcess { share, stage }: &RemoteProcess| {
         let theirs = stage.loaded().map_err(OpenError::StageLost)?;
-        ours.agree(&theirs.model).map_err(|mismatch| OpenError::OtherModel { stage: nth, mismatch })?;
+        let agreed = ours.agree(&theirs.model);
+        agreed.map_err(|mismatch| OpenError::OtherModel { stage: share.stage, mismatch })?;
         Ok(theirs)
     };
-    remote.iter().enumerate().map(weights).collect()
+    remote.iter().map(weights).collect()
 }

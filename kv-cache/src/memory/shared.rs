@@ -10,7 +10,7 @@ use super::{KvMemory, Pages, RankMemory};
 impl KvMemory {
     /// Returns whether every rank's memory has a [`file`](RankMemory::file).
     pub fn has_files(&self) -> bool {
-        (0..self.n_ranks()).all(|tp_rank| self.rank(tp_rank).file().is_some())
+        self.ranks().all(|tp_rank| self.rank(tp_rank).file().is_some())
     }
 }
 

@@ -200,8 +200,16 @@ pub const PROCESSES: &[Sides] = &[
     (StagesAndRanks::new(2, 2), StagesAndRanks::new(2, 4)),
 ];
 
+/// Nodes whose ranks are divided over processes: the number of processes, and the sides as in [`PROCESSES`].
+pub const PROCESSES_OF_RANKS: &[(u16, Sides)] = &[
+    (2, (StagesAndRanks::new(1, 2), StagesAndRanks::new(1, 1))),
+    (2, (StagesAndRanks::new(1, 4), StagesAndRanks::new(1, 2))),
+    (4, (StagesAndRanks::new(2, 2), StagesAndRanks::new(1, 4))),
+    (8, (StagesAndRanks::new(2, 4), StagesAndRanks::new(3, 1))),
+];
+
 /// Runs every case with a node of two processes on one side, then on both, and those that depend on stages and ranks for
-/// each pair of nodes in [`PROCESSES`], in both directions.
+/// each pair of nodes in [`PROCESSES`] and [`PROCESSES_OF_RANKS`], in both directions.
 ///
 /// # Panics
 /// Like [`conformance`].
@@ -239,6 +247,29 @@ pub async fn conformance_of_processes<F>(
             start(Side::Decode, several.n_stages, layout(), pair).await
         };
         suite_of_ranks(from_one).await;
+    }
+    for (n_processes, (several, other)) in PROCESSES_OF_RANKS {
+        tracing::info!(
+            n_processes,
+            ?several,
+            ?other,
+            "conformance suite starts with ranks in these processes"
+        );
+        let one_stage = StagesAndRanks::new(1, several.tp_size);
+        let start = async |side, pair| {
+            let layout = spread_layout(several.tp_size);
+            let parts = ProcessParts::with_ranks(side, *n_processes, several.n_stages, &layout);
+            ProcessParts { follower_path, ..parts }.start(&make, pair).await
+        };
+        let to_one = || async { start(Side::Prefill, Pair::between(&make, one_stage, *other).await).await };
+        suite_of_ranks(to_one).await;
+        let from_one = || async { start(Side::Decode, Pair::between(&make, *other, one_stage).await).await };
+        suite_of_ranks(from_one).await;
+        let both = || async {
+            let pair = Pair::between(&make, one_stage, one_stage).await;
+            start(Side::Decode, start(Side::Prefill, pair).await).await
+        };
+        suite_of_ranks(both).await;
     }
 }
 

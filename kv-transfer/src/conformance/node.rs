@@ -196,10 +196,13 @@ impl Node {
         self.fill(lease, blocks, |layer, block, byte| kv_byte(sequence, layer, block, byte));
     }
 
-    /// Returns the memory of the process that has a layer.
+    /// Returns the memory of the process that has a rank's layer.
     fn memory_of(&self, share: LayerShare) -> &KvMemory {
         let mut all = std::iter::once(&self.parts.memory).chain(&self.others);
-        all.find(|memory| memory.has_layer(share.group, share.layer_pos)).expect("a process has the layer")
+        let has = |memory: &&KvMemory| {
+            memory.has_layer(share.group, share.layer_pos) && memory.ranks().contains(&share.rank)
+        };
+        all.find(has).expect("a process has the layer of the rank")
     }
 
     fn fill(&self, lease: &BlockLease, blocks: Range<u32>, byte: impl Fn(u16, u32, usize) -> u8) {

@@ -1,12 +1,13 @@
 //! Nodes of several processes, for conformance cases: all of them within the test's process.
 
+use std::iter;
 use std::num::NonZero;
 use std::ops::Range;
 use std::sync::Arc;
 
 use async_trait::async_trait;
 use tokio::sync::mpsc;
-use types::{KvLayout, StageLayers, StageSplit, TransferId};
+use types::{KvLayout, ProcessGrid, ProcessShare, StageLayers, StageSplit, TransferId};
 
 use super::node::{Make, N_LAYERS, Node, Pair};
 use crate::connector_parts::ConnectorParts;
@@ -33,14 +34,32 @@ pub enum FollowerPath {
     DoubleSlots,
 }
 
+/// The KV of one process: some layers on some ranks.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LayersOnRanks {
+    pub layers: Range<u16>,
+    pub ranks: Range<u16>,
+}
+
+impl LayersOnRanks {
+    /// Returns the process that has a rank's KV of a layer.
+    pub fn position(all: &[Self], layer: u16, rank: u16) -> Option<usize> {
+        all.iter().position(|share| share.layers.contains(&layer) && share.ranks.contains(&rank))
+    }
+
+    fn stages(&self) -> StageLayers {
+        StageLayers::part(self.layers.clone()).with_ranks(self.ranks.clone())
+    }
+}
+
 /// The parts of a node's processes. A test may change them before it makes the node.
 #[derive(Clone, Debug)]
 pub struct ProcessParts {
     pub side: Side,
     pub head: ConnectorParts,
     pub followers: Vec<ConnectorParts>,
-    /// The layers of each follower.
-    pub layers: Vec<Range<u16>>,
+    /// What each follower has.
+    pub shares: Vec<LayersOnRanks>,
     pub follower_path: FollowerPath,
 }
 
@@ -58,18 +77,43 @@ impl ProcessParts {
     /// # Panics
     /// Like `new`.
     pub fn of(side: Side, n_processes: NonZero<u16>, layout: KvLayout) -> Self {
+        let split = StageSplit { n_stages: n_processes, layers: Vec::new() };
+        let stages = split.over(N_LAYERS).expect("every process has a layer");
+        let ranks = 0..layout.shard.tp_size;
+        let share = |layers| LayersOnRanks { layers, ranks: ranks.clone() };
+        let shares = stages.iter().map(share).collect();
+        Self::of_shares(side, shares, &layout)
+    }
+
+    /// Like [`of`](Self::of), with `n_stages` stages whose ranks are divided over the processes of each stage.
+    ///
+    /// # Panics
+    /// If they do not divide.
+    pub fn with_ranks(side: Side, n_processes: u16, n_stages: NonZero<u16>, layout: &KvLayout) -> Self {
+        let stages =
+            StageSplit { n_stages, layers: Vec::new() }.over(N_LAYERS).expect("every stage has a layer");
+        let layers: Vec<_> = stages.iter().collect();
+        let grid = ProcessGrid::new(n_processes, n_stages.get(), layout.shard.tp_size).expect("they divide");
+        let share = |process| {
+            let ProcessShare { stage, ranks } = grid.share(process);
+            LayersOnRanks { layers: layers[stage].clone(), ranks }
+        };
+        let of_followers = (0..grid.head()).map(share);
+        let shares = iter::once(share(grid.head())).chain(of_followers).collect();
+        Self::of_shares(side, shares, layout)
+    }
+
+    /// The first share is the head's.
+    fn of_shares(side: Side, mut shares: Vec<LayersOnRanks>, layout: &KvLayout) -> Self {
         let name = match side {
             Side::Prefill => "prefill",
             Side::Decode => "decode",
         };
-        let split = StageSplit { n_stages: n_processes, layers: Vec::new() };
-        let layers: Vec<_> = split.over(N_LAYERS).expect("every process has a layer").iter().collect();
-        let parts =
-            |layers: &Range<u16>| Node::parts_of(name, layout.clone(), &StageLayers::part(layers.clone()));
-        let head = parts(&layers[0]);
-        let follower = |layers| ConnectorParts { memory: parts(layers).memory, ..head.clone() };
-        let followers = layers[1..].iter().map(follower).collect();
-        Self { side, followers, head, layers: layers[1..].to_vec(), follower_path: FollowerPath::OfMemory }
+        let parts = |share: &LayersOnRanks| Node::parts_of(name, layout.clone(), &share.stages());
+        let head = parts(&shares.remove(0));
+        let follower = |share| ConnectorParts { memory: parts(share).memory, ..head.clone() };
+        let followers = shares.iter().map(follower).collect();
+        Self { side, followers, head, shares, follower_path: FollowerPath::OfMemory }
     }
 
     /// Makes the followers. Orders go to them as bytes.
@@ -89,7 +133,7 @@ impl ProcessParts {
             let landings = streams.listen(to_head).await.expect("there are ports");
             followers.push(Follower { streams, landings, reports });
         }
-        Arc::new(LocalProcesses { layers: self.layers.clone(), followers })
+        Arc::new(LocalProcesses { shares: self.shares.clone(), followers })
     }
 
     /// Makes the node, with `processes` as its head's other processes.
@@ -114,7 +158,7 @@ impl ProcessParts {
 /// The followers of one node.
 #[derive(Debug)]
 struct LocalProcesses {
-    layers: Vec<Range<u16>>,
+    shares: Vec<LayersOnRanks>,
     followers: Vec<Follower>,
 }
 
@@ -137,8 +181,8 @@ impl ReportLandings for Reports {
 
 #[async_trait]
 impl OtherProcesses for LocalProcesses {
-    fn of_layer(&self, layer: u16) -> Option<usize> {
-        self.layers.iter().position(|layers| layers.contains(&layer))
+    fn process_of(&self, layer: u16, rank: u16) -> Option<usize> {
+        LayersOnRanks::position(&self.shares, layer, rank)
     }
 
     fn n_processes(&self) -> usize {

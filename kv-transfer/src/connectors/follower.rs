@@ -155,8 +155,8 @@ impl FollowerStreams {
         to.shard.tp_size = order.peer_tp_size;
         let lanes = Lanes::between(layout.shard.tp_size, &to);
         let lanes = lanes.map_err(|error| TransferError::Layout(error.to_string()))?;
-        if lanes.position(piece.lane).is_none() {
-            return Err(bad_request("an order on an unknown lane"));
+        if lanes.position(piece.lane).is_none() || !memory.ranks().contains(&piece.lane.from) {
+            return Err(bad_request("an order on an unknown lane, or on one of another process"));
         }
         self.check_frame(&order.pages(&lanes)).map(|()| lanes)
     }

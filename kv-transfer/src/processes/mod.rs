@@ -1,7 +1,8 @@
-//! A node of several processes, as the sender and the receiver of KV. Each process has the KV of some neighbouring layers.
+//! A node of several processes, as the sender and the receiver of KV. Each process has the KV of some neighbouring layers, or
+//! that of some ranks of them.
 //!
 //! One process, the head, opens and grants landings and does all bookkeeping of transfers. The other processes, the
-//! followers, send and receive the pages of their layers themselves. A follower sends over a further stream of the head's
+//! followers, send and receive their pages themselves. A follower sends over a further stream of the head's
 //! link, frame by frame as the head orders. A sender makes further streams to each follower of the receiver, and the head
 //! tells the follower which blocks each landing has.
 //!
@@ -31,11 +32,11 @@ use crate::error::TransferError;
 /// The connector calls it from the tasks of all its links. Each method may be called from many tasks at once.
 #[async_trait]
 pub trait OtherProcesses: Debug + Send + Sync + 'static {
-    /// Returns the process that has the KV of a layer (number in the model); `None` for this process. The answer for a
-    /// layer never changes.
-    fn of_layer(&self, layer: u16) -> Option<usize>;
+    /// Returns the process that has a rank's KV of a layer (number in the model); `None` for this process. The answer never
+    /// changes. Layers that have the same process for the first rank have it for every rank.
+    fn process_of(&self, layer: u16, rank: u16) -> Option<usize>;
 
-    /// Returns the number of other processes. `of_layer` returns smaller numbers only.
+    /// Returns the number of other processes. `process_of` returns smaller numbers only.
     fn n_processes(&self) -> usize;
 
     /// Makes a process send some of its pages. Returns when they are written to the wire.
@@ -49,7 +50,7 @@ pub trait OtherProcesses: Debug + Send + Sync + 'static {
     /// Returns where a process receives KV: `host:port`. It never changes.
     fn endpoint(&self, process: usize) -> String;
 
-    /// Makes a process receive the pages of its layers. Never waits.
+    /// Makes a process receive its pages of a landing. Never waits.
     ///
     /// Returns what the process reports. The last report is [`LandingEvent::Quiet`]; if the queue ends without it, the
     /// process is lost, and the node with it.

@@ -1,5 +1,7 @@
 //! A node's settings that are rarely changed: `[expert.node]`, `[expert.transfer]` and so on.
 
+use std::num::NonZero;
+
 use chassis::connections::ConnectionLimits;
 use chassis::telemetry::LogExpertSettings;
 use kv_transfer::{HostSlots, TransferSettings};
@@ -48,11 +50,11 @@ pub struct ModelExpertSettings {
     pub activations: String,
     /// With several GPUs, `cut`: each has columns of all experts of a mixture; `spread`: each has whole experts.
     pub experts: String,
-    /// Pipeline stages share the layers: `tp` GPUs each, or groups of threads.
+    /// Pipeline stages share the layers: `tp` GPUs each, or groups of threads; 0: one for each process.
     pub stages: u16,
     /// Layers of each stage, as in `[17, 15]`; empty: even.
     pub stage_layers: Vec<u16>,
-    /// Processes of the node, each with one stage; `baton rank` runs the others.
+    /// Processes of the node, each with one stage or an equal part of a stage's ranks; `baton rank` runs the others.
     pub processes: u16,
     /// `host:port` where the others join.
     pub join: String,
@@ -68,12 +70,19 @@ impl Default for ModelExpertSettings {
             load_format: "safetensors".to_owned(),
             activations: "auto".to_owned(),
             experts: "cut".to_owned(),
-            stages: 1,
+            stages: 0,
             stage_layers: Vec::new(),
             processes: 1,
             join: "127.0.0.1:7411".to_owned(),
             join_ms: 120_000,
         }
+    }
+}
+
+impl ModelExpertSettings {
+    /// Returns the number of pipeline stages.
+    pub(super) fn n_stages(&self) -> NonZero<u16> {
+        NonZero::new(self.stages).or(NonZero::new(self.processes)).unwrap_or(NonZero::<u16>::MIN)
     }
 }
 

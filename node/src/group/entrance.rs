@@ -9,7 +9,7 @@ use proto::v1;
 use tokio::sync::mpsc;
 use tokio::time::timeout;
 use tracing::{info, warn};
-use types::{Fingerprint, StageLayers, in_full};
+use types::{Fingerprint, ProcessGrid, StageLayers, in_full};
 
 use super::connection::{MessageReader, SILENT_MAX, outgoing};
 use super::error::GroupError;
@@ -17,7 +17,7 @@ use super::joined::{JoinRequest, JoinedProcess};
 use super::messages::{OfFollower, OfHead, from_head};
 use super::{EXECUTABLE, PROTOCOL, VERSION};
 
-/// The processes that have joined, by stage; empty after the node's end. Locked for look-ups. Shared with the task that
+/// The processes that have joined, by number; empty after the node's end. Locked for look-ups. Shared with the task that
 /// accepts connections.
 pub(super) type JoinedProcesses = Arc<Mutex<Vec<Option<Arc<JoinedProcess>>>>>;
 
@@ -28,6 +28,7 @@ pub(super) struct Entrance {
     pub(super) gate: Gate,
     /// What must be equal in all processes.
     pub(super) common: Fingerprint,
+    pub(super) grid: ProcessGrid,
     pub(super) layers: StageLayers,
     pub(super) processes: JoinedProcesses,
     pub(super) attempts: mpsc::Sender<JoinAttempt>,
@@ -49,7 +50,7 @@ struct Misplaced {
 }
 
 impl Entrance {
-    /// Accepts connections until the node ends. Later ones are refused, because each stage has its process.
+    /// Accepts connections until the node ends. Later ones are refused, because each place has its process.
     pub(super) async fn accept_all(self, mut listener: Box<dyn Listener>) {
         loop {
             match listener.accept().await {
@@ -90,8 +91,8 @@ impl Entrance {
         };
         let v1::Join { place, n_blocks, settings } = join;
         let place = place as usize;
-        let layers_end = self.layers.iter().nth(place).map_or(0, |layers| layers.end);
-        let request = JoinRequest { place, n_blocks, layers_end, from, reader, out, writing };
+        let (name, layers_end) = self.named(place);
+        let request = JoinRequest { place, name, n_blocks, layers_end, from, reader, out, writing };
         let refused = match difference(&self.common, &Fingerprint::new(settings), from) {
             Some(why) => Err(Box::new(Misplaced { why, request })),
             None => self.take_place(request),
@@ -104,6 +105,15 @@ impl Entrance {
         Err(GroupError::Lost(why))
     }
 
+    /// Names what a process computes, and returns the end of its layers.
+    fn named(&self, place: usize) -> (String, u16) {
+        if place >= self.grid.head() {
+            return (format!("place {place}"), 0);
+        }
+        let layers = self.layers.iter().nth(self.grid.share(place).stage);
+        (self.grid.name(place), layers.map_or(0, |layers| layers.end))
+    }
+
     /// Starts the connection of a process whose place is free. The check and the start are one step, so that one of two
     /// processes for a place is refused.
     fn take_place(&self, request: JoinRequest) -> Result<(), Box<Misplaced>> {
@@ -111,9 +121,9 @@ impl Entrance {
         let (place, n_places) = (request.place, processes.len());
         let why = match processes.get_mut(place) {
             None if n_places == 0 => "this node ends".to_owned(),
-            None => format!(
-                "stage {place} is none of the {n_places} that other processes compute: `--place` counts from 0"
-            ),
+            None => {
+                format!("place {place} is none of the {n_places} of other processes: `--place` counts from 0")
+            }
             Some(Some(other)) if !other.is_lost() => {
                 format!("{other} is there already: end it first, or join another head or `--place`")
             }

@@ -10,8 +10,8 @@ use kv_transfer::TransferError;
 pub enum GroupError {
     #[error("listen for followers on {addr}")]
     Listen { addr: String, source: io::Error },
-    #[error("no process has joined for {} within {} ms: start `baton rank --of {addr} --place STAGE` for each{}", .stages, .within.as_millis(), last_refusal(.refused))]
-    Missing { stages: String, addr: String, within: Duration, refused: Option<String> },
+    #[error("no process has joined for {} within {} ms: start `baton rank --of {addr} --place PLACE` for each{}", .missing, .within.as_millis(), last_refusal(.refused))]
+    Missing { missing: String, addr: String, within: Duration, refused: Option<String> },
     #[error("the head at {addr} cannot be reached within {} ms", .within.as_millis())]
     NoHead { addr: String, within: Duration, source: io::Error },
     #[error("the head at {addr} refuses this process: {why}")]

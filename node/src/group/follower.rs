@@ -1,4 +1,4 @@
-//! A follower: computes one stage of a node for its head, and sends and receives the KV of its layers.
+//! A follower: computes one stage of a node for its head, or some ranks of one, and sends and receives the KV that it has.
 
 use std::future::pending;
 use std::io::ErrorKind;
@@ -11,7 +11,7 @@ use chassis::admin::Readiness;
 use chassis::identity::link;
 use chassis::{Gate, Shutdown, Stream, TaskError, World, spawn_guarded};
 use engine::process::PreparedStage;
-use engine::remote::StageProcess;
+use engine::remote::{StageMates, StageProcess};
 use kv_cache::{FenceSignal, LayerFence};
 use kv_transfer::{
     ConnectorParts, Faults, FollowerLandings, FollowerStreams, LandOrder, LandingReport, PutOrder,
@@ -21,11 +21,12 @@ use proto::v1;
 use tokio::runtime::Handle;
 use tokio::time::{Instant, sleep, timeout};
 use tracing::{info, warn};
-use types::{Epoch, NodeId, in_full};
+use types::{Epoch, NodeId, ProcessGrid, in_full};
 
 use super::connection::{MessageReader, NotSent, Outgoing, QUEUED_MAX, SILENT_MAX, outgoing};
 use super::connection_thread::{ConnectionThread, spawn_thread};
 use super::error::GroupError;
+use super::mates::{self, ColumnsIn};
 use super::messages::{
     OfFollower, OfHead, from_follower, input, loaded_message, output_message, parts_of, results_from_follower,
 };
@@ -40,7 +41,7 @@ pub struct FollowerParts<'a> {
     pub config: &'a NodeConfig,
     /// `host:port` where the head waits.
     pub head: String,
-    /// The stage that this process computes.
+    /// The number of this process among those of the node: see [`ProcessGrid`].
     pub place: u16,
     pub metrics: TransferMetrics,
     /// Ready when the stage is loaded, until the process is asked to stop.
@@ -77,7 +78,7 @@ async fn follow_until_lost(parts: FollowerParts<'_>, shutdown: &Shutdown) -> Res
     let FollowerParts { world, gate, config, head, place, .. } = &parts;
     let thread = ConnectionThread::start()?;
     let connecting = async {
-        let prepared = prepare(&config.engine, usize::from(*place)).await?;
+        let prepared = prepare(&config.engine, config.group.grid, usize::from(*place)).await?;
         let connect = connect(world.clone(), head.clone(), config.group.join_within);
         let stream = thread.spawn(gate, "connect to the head", connect).await.map_err(task_ended)??;
         Ok((prepared, stream.into_split()))
@@ -145,7 +146,8 @@ async fn open(
     let accepted = accepted(reader, head).await?;
     info!(head, place, blocks = accepted.n_blocks, "process has joined its head");
     let n_blocks = accepted.n_blocks;
-    let stage = blocking(move || prepared.open(n_blocks).map_err(GroupError::Open)).await?;
+    let (columns, mates) = exchange(config.group.grid, usize::from(*place), out).unzip();
+    let stage = blocking(move || prepared.open(n_blocks, mates).map_err(GroupError::Open)).await?;
     let connector_parts = ConnectorParts {
         node: NodeId::new(accepted.node),
         epoch: Epoch(accepted.epoch),
@@ -170,7 +172,15 @@ async fn open(
     let loaded = loaded_message(&stage.loaded().weights, endpoint);
     out.send(from_follower(OfFollower::Loaded(loaded))).await.map_err(gone)?;
     let runtime = Handle::current();
-    Ok(Work { gate: gate.clone(), runtime, stage, streams, landings, out: out.clone(), ended })
+    Ok(Work { gate: gate.clone(), runtime, stage, columns, streams, landings, out: out.clone(), ended })
+}
+
+/// Makes the exchange with the other processes of the stage; `None` if there are none.
+fn exchange(grid: ProcessGrid, place: usize, head: &Outgoing) -> Option<(ColumnsIn, Arc<dyn StageMates>)> {
+    let stage = grid.share(place).stage;
+    let here = grid.of_stage(stage).position(|process| process == place)?;
+    let n_processes = grid.processes_of_stage();
+    (n_processes > 1).then(|| mates::of_follower(n_processes, here, head.clone()))
 }
 
 /// Takes reports of landings to the head.
@@ -235,6 +245,8 @@ struct Work {
     /// Where the tasks of this work run.
     runtime: Handle,
     stage: Arc<dyn StageProcess>,
+    /// Where the columns of other processes go to; `None` if this process computes the stage alone.
+    columns: Option<ColumnsIn>,
     streams: Arc<FollowerStreams>,
     /// `None` if no KV is sent to the node.
     landings: Option<FollowerLandings>,
@@ -252,7 +264,13 @@ impl Work {
     ) -> Result<impl Future<Output = Result<(), GroupError>> + Send + 'static, GroupError> {
         let (begun, to_finish) = sync_channel(QUEUED_MAX);
         let (stage, out, end) = (Arc::clone(&self.stage), self.out.clone(), EndGuard(self.ended.clone()));
-        spawn_thread("results", move || finish_all(&*stage, &to_finish, &out, &end))?;
+        let inside = self.gate.enter("results").map_err(gone)?;
+        spawn_thread("results", move || {
+            finish_all(&*stage, &to_finish, &out, &end);
+            // A GPU's libraries crash if the process ends first.
+            drop(stage);
+            drop(inside);
+        })?;
         Ok(async move {
             loop {
                 let message: v1::FromHead = tokio::select! {
@@ -271,6 +289,10 @@ impl Work {
         match message {
             OfHead::Alive(_) => Ok(()),
             OfHead::Input(step) => self.begin(step, begun),
+            OfHead::Columns(v1::Columns { from, columns }) => match &self.columns {
+                Some(to) => to.take(from as usize, columns),
+                None => Err(unexpected()),
+            },
             about_kv => self.about_kv(about_kv),
         }
     }

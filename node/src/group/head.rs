@@ -1,10 +1,10 @@
-//! The head: waits for its followers, and then is the node, with stages in other processes.
+//! The head: waits for its followers, and then is the node, with stages and ranks in other processes.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
 use async_trait::async_trait;
 use chassis::{Gate, Shutdown, Task, World, spawn_guarded};
-use engine::remote::RemoteStage;
+use engine::remote::{RemoteProcess, StageMates};
 use engine::{Backend, EngineSettings};
 use futures::future::select_all;
 use kv_transfer::{LandOrder, LandingEvent, OtherProcesses, PutOrder, TransferError};
@@ -12,11 +12,12 @@ use proto::v1;
 use tokio::sync::mpsc;
 use tokio::time::timeout_at;
 use tracing::info;
-use types::{Epoch, NodeId, Role, StageLayers, TransferId};
+use types::{Epoch, NodeId, ProcessGrid, Role, StageLayers, TransferId};
 
 use super::entrance::{Entrance, JoinAttempt, JoinedProcesses};
 use super::error::GroupError;
 use super::joined::JoinedProcess;
+use super::mates::{self, Member};
 use super::messages::OfHead;
 use super::{GroupSettings, Prepared, blocking, prepare};
 
@@ -38,6 +39,7 @@ pub struct HeadParts {
 #[derive(Debug)]
 pub struct Group {
     epoch: Epoch,
+    grid: ProcessGrid,
     layers: StageLayers,
     processes: Vec<Arc<JoinedProcess>>,
     _joining: Joining,
@@ -50,14 +52,14 @@ struct Joining {
     _accepting: Task<()>,
 }
 
-/// Waits for a follower for each stage but the last, and opens the model with them.
+/// Waits for a follower for each place but its own, and opens the model with them.
 ///
 /// A follower whose settings or files differ is refused. If one is missing at the end, the error names it.
 pub async fn gather(parts: HeadParts) -> Result<(Arc<Group>, Box<dyn Backend>), GroupError> {
     let HeadParts { world, gate, id, role, settings, engine } = &parts;
-    let n_followers = usize::from(settings.n_processes) - 1;
-    let Prepared { stage: prepared, common } = prepare(engine, n_followers).await?;
-    let GroupSettings { listen, join_within, .. } = settings;
+    let GroupSettings { grid, listen, join_within } = settings;
+    let n_followers = grid.head();
+    let Prepared { stage: prepared, common } = prepare(engine, *grid, n_followers).await?;
     let bound = world.net().listen(listen).await;
     let listener = bound.map_err(|source| GroupError::Listen { addr: listen.clone(), source })?;
     let addr = listener.local_addr().map_or_else(|_| listen.clone(), |addr| addr.to_string());
@@ -70,6 +72,7 @@ pub async fn gather(parts: HeadParts) -> Result<(Arc<Group>, Box<dyn Backend>), 
         world: world.clone(),
         gate: gate.clone(),
         common,
+        grid: *grid,
         layers: layers.clone(),
         processes: Arc::clone(&processes),
         attempts,
@@ -86,8 +89,8 @@ pub async fn gather(parts: HeadParts) -> Result<(Arc<Group>, Box<dyn Backend>), 
             Ok(Some(JoinAttempt::Refused(why))) => refused = Some(why),
             Ok(_) => {}
             Err(_) => {
-                let (stages, within) = (missing(&processes), *join_within);
-                return Err(GroupError::Missing { stages, addr, within, refused });
+                let (missing, within) = (missing(&processes, *grid), *join_within);
+                return Err(GroupError::Missing { missing, addr, within, refused });
             }
         }
     };
@@ -99,26 +102,53 @@ pub async fn gather(parts: HeadParts) -> Result<(Arc<Group>, Box<dyn Backend>), 
         process.say(OfHead::Accepted(accepted)).await?;
     }
     info!(n_blocks, "all processes of this node have joined");
-    let remote: Vec<Arc<dyn RemoteStage>> = joined.iter().map(|process| Arc::clone(process) as _).collect();
-    let group = Arc::new(Group { epoch, layers, processes: joined, _joining: joining });
-    let backend = blocking(move || prepared.open_head(n_blocks, &remote).map_err(GroupError::Open)).await?;
+    let of_process = |(place, process): (usize, &Arc<JoinedProcess>)| RemoteProcess {
+        share: grid.share(place),
+        stage: Arc::clone(process) as _,
+    };
+    let remote: Vec<RemoteProcess> = joined.iter().enumerate().map(of_process).collect();
+    let mates = connect_ranks(*grid, &joined);
+    let group = Arc::new(Group { epoch, grid: *grid, layers, processes: joined, _joining: joining });
+    let open = move || prepared.open_head(n_blocks, &remote, mates).map_err(GroupError::Open);
+    let backend = blocking(open).await?;
     Ok((group, backend))
 }
 
-/// Returns the processes if one has joined for each stage.
+/// Connects the ranks of each stage that has several processes. Returns the exchange of this process.
+fn connect_ranks(grid: ProcessGrid, joined: &[Arc<JoinedProcess>]) -> Option<Arc<dyn StageMates>> {
+    if grid.processes_of_stage() == 1 {
+        return None;
+    }
+    let of_stage = |stage| {
+        let members: Vec<Member<'_>> = grid
+            .of_stage(stage)
+            .map(|place| joined.get(place).and_then(|process| process.member()))
+            .collect();
+        mates::connect(&members)
+    };
+    let mut of_stages: Vec<_> = (0..grid.n_stages()).map(of_stage).collect();
+    // The head is in the last stage.
+    of_stages.pop().flatten()
+}
+
+/// Returns the processes if one has joined for each place.
 fn all_joined(processes: &JoinedProcesses) -> Option<Vec<Arc<JoinedProcess>>> {
     let processes = processes.lock().unwrap_or_else(PoisonError::into_inner);
     processes.iter().map(|process| process.clone().filter(|process| !process.is_lost())).collect()
 }
 
-/// Names the stages without a process.
-fn missing(processes: &JoinedProcesses) -> String {
+/// Names the places without a process.
+fn missing(processes: &JoinedProcesses, grid: ProcessGrid) -> String {
     let processes = processes.lock().unwrap_or_else(PoisonError::into_inner);
     let is_free =
         |process: &Option<Arc<JoinedProcess>>| process.as_ref().is_none_or(|process| process.is_lost());
     let free = processes.iter().enumerate().filter(|(_, process)| is_free(process));
-    let names: Vec<String> = free.map(|(place, _)| format!("stage {place}")).collect();
-    names.join(", ")
+    let name = |place| match grid.processes_of_stage() {
+        // The number of a stage is that of its place.
+        1 => grid.name(place),
+        _ => format!("place {place} ({})", grid.name(place)),
+    };
+    free.map(|(place, _)| name(place)).collect::<Vec<_>>().join(", ")
 }
 
 // === impl Group ===
@@ -147,9 +177,9 @@ impl Group {
 
 #[async_trait]
 impl OtherProcesses for Group {
-    fn of_layer(&self, layer: u16) -> Option<usize> {
-        let stage = self.layers.iter().position(|layers| layers.contains(&layer));
-        stage.filter(|stage| *stage < self.processes.len())
+    fn process_of(&self, layer: u16, rank: u16) -> Option<usize> {
+        let stage = self.layers.iter().position(|layers| layers.contains(&layer))?;
+        Some(self.grid.process_of(stage, rank)).filter(|process| *process != self.grid.head())
     }
 
     fn n_processes(&self) -> usize {

@@ -20,6 +20,7 @@ use types::TransferId;
 
 use super::connection::{MessageReader, NotSent, Outgoing, WritingTask};
 use super::error::GroupError;
+use super::mates::{Member, Relay};
 use super::messages::{OfFollower, OfHead, from_head, input_message, results, step_from_head, weights};
 
 /// The longest time in which a follower loads its weights.
@@ -33,11 +34,15 @@ const EVENTS_MAX: usize = 8192;
 #[derive(Debug)]
 pub(super) struct JoinedProcess {
     pub(super) place: usize,
+    /// What the follower computes, for an operator.
+    name: String,
     pub(super) from: SocketAddr,
     /// The number of blocks for which the follower has room.
     pub(super) n_blocks: u32,
     /// The number of the first layer after the stage's.
     layers_end: u16,
+    /// Where the columns of the follower's ranks go to.
+    pub(super) relay: Relay,
     out: Outgoing,
     /// What the follower reports of landings.
     landings: LandingQueues,
@@ -76,6 +81,7 @@ struct Inbox {
 #[derive(Debug)]
 pub(super) struct JoinRequest {
     pub(super) place: usize,
+    pub(super) name: String,
     pub(super) n_blocks: u32,
     pub(super) layers_end: u16,
     pub(super) from: SocketAddr,
@@ -87,14 +93,16 @@ pub(super) struct JoinRequest {
 impl JoinedProcess {
     /// Starts the tasks of the connection. They end when the process is lost.
     pub(super) fn start(joined: JoinRequest, gate: &Gate) -> Arc<Self> {
-        let JoinRequest { place, n_blocks, layers_end, from, reader, out, writing } = joined;
+        let JoinRequest { place, name, n_blocks, layers_end, from, reader, out, writing } = joined;
         let (loaded_in, loaded) = sync_channel(1);
         let (events_in, events) = sync_channel(EVENTS_MAX);
         let process = Arc::new(Self {
             place,
+            name,
             from,
             n_blocks,
             layers_end,
+            relay: Relay::default(),
             out,
             landings: LandingQueues::default(),
             kv_endpoint: OnceLock::new(),
@@ -158,6 +166,7 @@ impl JoinedProcess {
                     let report = LandingReport::decode(&report);
                     self.landings.take(report.map_err(|_| unexpected("a report that cannot be read"))?);
                 }
+                Some(OfFollower::Columns(columns)) => self.relay.pass(&columns)?,
                 Some(OfFollower::Stopping(_)) => self.stopping.trigger(),
                 Some(OfFollower::Join(_)) | None => return Err(unexpected("a message that it may not send")),
             }
@@ -202,6 +211,11 @@ impl JoinedProcess {
 
     pub(super) fn close_link(&self, link: u64) {
         self.order(OfHead::CloseLink(v1::CloseLink { link }));
+    }
+
+    /// Returns what the connection of the columns is made of: see [`mates::connect`](super::mates::connect).
+    pub(super) fn member(&self) -> Member<'_> {
+        Some((&self.out, &self.relay))
     }
 
     /// Returns where the follower receives KV; nothing before it has loaded its weights.
@@ -305,7 +319,7 @@ impl RemoteStage for JoinedProcess {
 
 impl std::fmt::Display for JoinedProcess {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "the process of stage {} at {}", self.place, self.from)
+        write!(f, "the process of {} at {}", self.name, self.from)
     }
 }
 

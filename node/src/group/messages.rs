@@ -51,6 +51,8 @@ pub(super) fn input_message(step: u64, input: StageInput) -> v1::StageInput {
         start: row.start as u64,
         tables: row.tables.into_iter().map(table).collect(),
         failure: row.outcome.err().map(failure),
+        is_wanted: row.is_wanted,
+        n_targets: row.n_targets as u32,
     };
     let rows = rows.into_iter().map(row).collect();
     v1::StageInput { step, rows, hidden, routing_leads }
@@ -66,6 +68,8 @@ pub(super) fn input(message: v1::StageInput) -> StageInput {
             .into_iter()
             .map(|table| table.blocks.into_iter().map(BlockIdx).collect())
             .collect(),
+        is_wanted: row.is_wanted,
+        n_targets: row.n_targets as usize,
         outcome: row.failure.map_or(Ok(()), |failure| Err(row_error(failure))),
     };
     StageInput { rows: rows.into_iter().map(row).collect(), hidden, routing_leads }

@@ -1,11 +1,11 @@
-//! A node of several processes, on one host or several: each computes one pipeline stage.
+//! A node of several processes, on one host or several: each computes one pipeline stage, or some ranks of one.
 //!
-//! The head computes the last stage. It schedules, answers, announces the node, and opens and grants landings. Each
-//! follower computes one of the stages before, and sends and receives the KV of its layers itself. There is one connection
-//! for each follower. If it ends, or is silent for too long, the node ends: its requests go on elsewhere. See
+//! The head computes the last stage, or its first ranks. It schedules, answers, announces the node, and opens and grants
+//! landings. Each follower computes its share, and sends and receives the KV of its layers and ranks itself. There is one
+//! connection for each follower, over which ranks of one stage also exchange columns. If it ends, or is silent for too long, the node ends: its requests go on elsewhere. See
 //! `docs/decisions/0033-one-process-speaks-for-a-node.md`.
 //!
-//! Suggested reading order: the connection, the messages, the entrance, the head, the follower.
+//! Suggested reading order: the connection, the messages, the entrance, the head, the follower, the exchange (`mates`).
 
 mod connection;
 mod connection_thread;
@@ -13,6 +13,7 @@ mod messages;
 mod error;
 mod executable;
 mod joined;
+mod mates;
 mod entrance;
 pub mod head;
 pub mod follower;
@@ -28,12 +29,12 @@ use std::time::Duration;
 use engine::EngineSettings;
 use engine::process::PreparedStage;
 use tokio::task::spawn_blocking;
-use types::Fingerprint;
+use types::{Fingerprint, ProcessGrid};
 
 /// The settings of a node of several processes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GroupSettings {
-    pub n_processes: u16,
+    pub grid: ProcessGrid,
     /// `host:port` where the head waits for its followers.
     pub listen: String,
     /// How long the head waits for all followers, and a follower for its head.
@@ -47,7 +48,11 @@ const PROTOCOL: &str = "protocol";
 const EXECUTABLE: &str = "executable";
 
 /// Returns what must be equal in all processes of a node: the executable, settings, and the model's files.
-fn common_parts(engine: &EngineSettings, prepared: &PreparedStage) -> Result<Fingerprint, GroupError> {
+fn common_parts(
+    engine: &EngineSettings,
+    grid: ProcessGrid,
+    prepared: &PreparedStage,
+) -> Result<Fingerprint, GroupError> {
     let (cpu, limits) = (&engine.cpu, engine.limits);
     let settings = [
         (VERSION, env!("CARGO_PKG_VERSION").to_owned()),
@@ -61,7 +66,8 @@ fn common_parts(engine: &EngineSettings, prepared: &PreparedStage) -> Result<Fin
         ("expert.model.activations", format!("{:?}", cpu.activations).to_lowercase()),
         ("expert.model.experts", format!("{:?}", engine.experts).to_lowercase()),
         ("expert.model.load_format", format!("{:?}", cpu.load_format).to_lowercase()),
-        ("expert.model.processes", engine.stages.n_stages.to_string()),
+        ("expert.model.processes", grid.n_processes().to_string()),
+        ("expert.model.stages", engine.stages.n_stages.to_string()),
         ("expert.model.stage_layers", format!("{:?}", engine.stages.layers)),
         ("expert.scheduler.step_tokens_max", limits.tokens.to_string()),
         ("expert.scheduler.sequences_max", limits.rows.to_string()),
@@ -72,19 +78,19 @@ fn common_parts(engine: &EngineSettings, prepared: &PreparedStage) -> Result<Fin
     Ok(Fingerprint::new(of_model.chain(settings)))
 }
 
-/// A stage that is not loaded, and what must be equal in all processes of its node.
+/// A process's share of a model that is not loaded, and what must be equal in all processes of its node.
 #[derive(Debug)]
 struct Prepared {
     stage: PreparedStage,
     common: Fingerprint,
 }
 
-/// Reads the config of the model for one of its stages, and samples of its weights.
-async fn prepare(engine: &EngineSettings, nth: usize) -> Result<Prepared, GroupError> {
+/// Reads the config of the model for one of its processes, and samples of its weights.
+async fn prepare(engine: &EngineSettings, grid: ProcessGrid, process: usize) -> Result<Prepared, GroupError> {
     let engine = engine.clone();
     let prepare = move || {
-        let stage = PreparedStage::prepare(&engine, nth).map_err(GroupError::Open)?;
-        let common = common_parts(&engine, &stage)?;
+        let stage = PreparedStage::prepare(&engine, grid.share(process)).map_err(GroupError::Open)?;
+        let common = common_parts(&engine, grid, &stage)?;
         Ok(Prepared { stage, common })
     };
     blocking(prepare).await

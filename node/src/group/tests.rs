@@ -25,6 +25,8 @@ fn step() -> StageInput {
         tokens: vec![TokenId(7), TokenId(u32::MAX)],
         start,
         tables: vec![vec![BlockIdx(1), BlockIdx::GONE], Vec::new()],
+        is_wanted: start == 0,
+        n_targets: start,
         outcome,
     };
     StageInput {

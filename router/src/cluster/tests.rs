@@ -144,7 +144,7 @@ async fn another_protocol_or_another_model_under_the_same_name_is_refused() {
     test_cluster.state("a", &NodeState::Ready).await;
     let old = NodeInfo { protocol: ProtocolRange { min: 0, max: 0 }, ..info("b", Role::Decode) };
     let _old = test_cluster.registry.announce(old).await.expect("announced");
-    let reason = "no common protocol version: this side speaks 3..6, the peer 0..0";
+    let reason = "no common protocol version: this side speaks 3..7, the peer 0..0";
     test_cluster.state("b", &NodeState::Refused(reason.to_owned())).await;
     let _other = test_cluster.registry.announce(other("c", Role::Decode).info).await.expect("announced");
     let state = test_cluster.superseded("c").await;

@@ -13,7 +13,7 @@ use rustix::process::Signal;
 use serde_json::{Value, json};
 use tokio::time::{Instant, sleep};
 
-use super::processes::{A_PROCESS_DIES, Group, GroupPlan, on_one_thread};
+use super::processes::{A_PROCESS_DIES, Group, GroupPlan, on_one_thread, stages};
 use super::{folder, up};
 
 /// The transfers that have arrived at a decode node.
@@ -76,7 +76,8 @@ async fn decodes_as_one_process_does(model: &str, prefill_tp: u16, plans: &[Grou
         let of_prefill =
             |_| on_one_thread().into_iter().chain([("BATON_MODEL__TP", prefill_tp.to_string())]).collect();
         let mut fleet = Fleet::start_all(&path, roles, Vec::new(), of_prefill).await;
-        let more = vec![("BATON_MODEL__KV_MEMORY", LITTLE.to_owned())];
+        let little = vec![("BATON_MODEL__KV_MEMORY", LITTLE.to_owned())];
+        let more = [little, plan.more.clone()].concat();
         let group = Group::planned(&mut fleet, &path, GroupPlan { more, ..plan.clone() }).await;
         fleet.expect_log(NO_TOKENIZER);
         let client = fleet.client();
@@ -114,6 +115,14 @@ async fn processes_decode_from_latents() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn processes_share_experts_of_decode_steps() {
     decodes_as_one_process_does("mixtral", 1, &[plan("decode", 2, 1), plan("both", 2, 2)]).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn ranks_in_several_processes_decode_as_one_does() {
+    let of_ranks =
+        |role, n_processes, tp, n_stages| GroupPlan { more: stages(n_stages), ..plan(role, n_processes, tp) };
+    let plans = [of_ranks("both", 2, 2, 1), of_ranks("decode", 2, 4, 1), of_ranks("decode", 4, 2, 2)];
+    decodes_as_one_process_does("llama", 2, &plans).await;
 }
 
 // === lost processes ===

@@ -18,6 +18,7 @@ pub(super) const A_PROCESS_DIES: &[&str] = &[
     "process of this node lost",
     "engine step failed, all of its sequences fail",
     "engine backend lost, all sequences fail",
+    "step cannot be computed",
 ];
 
 /// A node of several processes.
@@ -25,7 +26,7 @@ pub(super) const A_PROCESS_DIES: &[&str] = &[
 pub(super) struct GroupPlan {
     pub(super) role: &'static str,
     pub(super) n_processes: usize,
-    /// The ranks of each process.
+    /// The ranks of each stage. Each process has a stage, unless `more` says otherwise.
     pub(super) tp: u16,
     pub(super) more: Settings,
 }
@@ -90,18 +91,27 @@ pub(super) async fn fleet(model: &str, of_decode: Settings) -> Fleet {
     fleet
 }
 
+/// The settings of a node whose processes share this number of stages.
+pub(super) fn stages(n_stages: usize) -> Settings {
+    vec![("BATON_EXPERT__MODEL__STAGES", n_stages.to_string())]
+}
+
+fn plan(n_processes: usize, tp: u16) -> GroupPlan {
+    GroupPlan { role: "prefill", n_processes, tp, more: Vec::new() }
+}
+
 /// Checks that every bit of every log-probability is that of one process.
-async fn answers_as_one_process_does(model: &str, n: usize, tp: u16, of_decode: Settings) {
+async fn answers_as_one_process_does(model: &str, plan: GroupPlan, of_decode: Settings) {
     let path = folder(model);
     let mut fleet = fleet(&path, of_decode).await;
     let expected = completions(&fleet.client(), model).await;
-    let group = Group::start(&mut fleet, &path, n, tp).await;
+    let group = Group::planned(&mut fleet, &path, plan.clone()).await;
     fleet.expect_log(NO_TOKENIZER);
     // The decode node has the KV of the same prompts, and the answers would need none from the prefill node.
     fleet.nodes[0].process.restart().await;
     fleet.all_ready().await;
     let seen = completions(&fleet.client(), model).await;
-    assert_eq!(seen, expected, "{model}, {n} processes of {tp} ranks");
+    assert_eq!(seen, expected, "{model}, {plan:?}");
     assert!(fleet.client().kv_arrived("tcp").await > 0, "no KV travelled");
     fleet.baseline().await;
     drop(fleet);
@@ -110,29 +120,48 @@ async fn answers_as_one_process_does(model: &str, n: usize, tp: u16, of_decode: 
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn two_processes_of_two_ranks_answer_as_one_does() {
-    let stages = vec![("BATON_EXPERT__MODEL__STAGES", "3".to_owned())];
-    answers_as_one_process_does("qwen2-window", 2, 2, stages).await;
+    answers_as_one_process_does("qwen2-window", plan(2, 2), stages(3)).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn processes_send_latents() {
     let ranks = vec![("BATON_MODEL__TP", "2".to_owned())];
-    answers_as_one_process_does("deepseek-v3", 3, 1, ranks).await;
+    answers_as_one_process_does("deepseek-v3", plan(3, 1), ranks).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn processes_share_experts() {
-    answers_as_one_process_does("mixtral", 2, 1, Vec::new()).await;
+    answers_as_one_process_does("mixtral", plan(2, 1), Vec::new()).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn ranks_of_one_stage_in_two_processes_answer_as_one_does() {
+    let ranks = vec![("BATON_MODEL__TP", "2".to_owned())];
+    answers_as_one_process_does("llama", GroupPlan { more: stages(1), ..plan(2, 4) }, ranks).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_process_for_each_rank_of_each_stage_answers_as_one_does() {
+    answers_as_one_process_does("mixtral", GroupPlan { more: stages(2), ..plan(4, 2) }, Vec::new()).await;
 }
 
 /// A process is killed, or stands still. The node ends, its requests are computed elsewhere, and after a restart of all
 /// processes the node is used again.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_lost_process_costs_no_request() {
+    a_process_is_lost(plan(2, 1)).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_lost_process_with_ranks_of_the_heads_stage_costs_no_request() {
+    a_process_is_lost(GroupPlan { more: stages(1), ..plan(2, 2) }).await;
+}
+
+async fn a_process_is_lost(plan: GroupPlan) {
     let path = folder("llama");
     let mut fleet = fleet(&path, Vec::new()).await;
     let expected = completions(&fleet.client(), "llama").await;
-    let mut group = Group::start(&mut fleet, &path, 2, 1).await;
+    let mut group = Group::planned(&mut fleet, &path, plan).await;
     fleet.expect_log(NO_TOKENIZER);
     fleet.expect_log(A_NODE_DIES);
     fleet.expect_log(A_PROCESS_DIES);

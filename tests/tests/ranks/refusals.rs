@@ -173,7 +173,7 @@ async fn a_head_without_its_process_says_which_is_missing_and_why() {
     assert_eq!(status.code(), NOT_STARTED, "{stderr}");
     let error = stderr.lines().last().unwrap_or_default();
     let missing = format!(
-        "no process has joined for stage 0 within 5000 ms: start `baton rank --of {join} --place STAGE` for each (the last \
+        "no process has joined for stage 0 within 5000 ms: start `baton rank --of {join} --place PLACE` for each (the last \
          one was refused: weights is "
     );
     assert!(error.contains(&missing), "{error}");

@@ -1,47 +1,45 @@
 //! Hot path.
-//! The threads of a stage in another process: one sends steps to it, and one passes on their results.
+//! The threads of a stage in other processes: one sends steps to them, and one passes on their results.
 
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender};
-use std::sync::{Arc, OnceLock};
 
+use super::mate::{LostReason, Mate};
 use super::rank::Step;
 use super::rows::{bytes_of, numbers_of};
-use super::stage::Source;
-use crate::backend::remote::{RemoteStage, StageInput, StageLost, StageResults, StageRow};
+use super::stage::{Source, first_errors};
+use crate::backend::remote::{StageLost, StageResults};
 
-/// Why a stage in another process is lost; empty while none is.
-pub(super) type LostReason = Arc<OnceLock<StageLost>>;
-
-/// A stage in another process.
+/// A stage in other processes.
 #[derive(Clone, Debug)]
 pub(super) struct Elsewhere {
-    pub(super) remote: Arc<dyn RemoteStage>,
+    /// In the order of their ranks; at least one.
+    pub(super) processes: Arc<[Mate]>,
     /// The numbers of a row that stages pass on.
     pub(super) width: usize,
 }
 
 impl Elsewhere {
-    /// Sends steps until no more come, or the stage is lost.
-    pub(super) fn send_steps(&self, mut source: Source, sent: &SyncSender<Step>, lost: &LostReason) {
+    /// Sends steps until no more come, or a process is lost.
+    pub(super) fn send_steps(&self, mut source: Source, sent: &SyncSender<Step>) {
         while let Some(mut step) = source.next() {
-            let input = input_of(&mut step);
-            if let Err(error) = self.remote.begin(input) {
-                lost.get_or_init(|| error);
-                return;
-            }
-            if sent.send(step).is_err() {
+            let hidden = bytes_of(&std::mem::take(&mut step.hidden)).into();
+            let input = step.input(hidden);
+            let begun = self.processes.iter().try_for_each(|mate| mate.begin(input.clone(), &step.written));
+            if begun.is_none() || sent.send(step).is_err() {
                 return;
             }
         }
     }
 
-    /// Passes steps on as the stage has computed them, until no more were sent, or the stage is lost.
+    /// Passes steps on as the stage has computed them, until no more were sent, or a process is lost.
     pub(super) fn receive_steps(&self, sent: &Receiver<Step>, next: &SyncSender<Step>, lost: &LostReason) {
         while let Ok(step) = sent.recv() {
-            let results = self.remote.finish(&mut |n| step.written.layers_done_elsewhere(n));
-            match results.and_then(|results| self.checked(results, &step)) {
-                Ok((hidden, StageResults { outcomes, routing_leads, .. })) => {
-                    if next.send(Step { hidden, outcomes, routing_leads, ..step }).is_err() {
+            let results = self.processes.iter().map(Mate::finish).collect::<Option<Vec<_>>>();
+            let Some(results) = results else { return };
+            match self.computed(step, results) {
+                Ok(step) => {
+                    if next.send(step).is_err() {
                         return;
                     }
                 }
@@ -53,26 +51,20 @@ impl Elsewhere {
         }
     }
 
-    /// Returns the rows. Refuses results of another size than the step's.
-    fn checked(&self, results: StageResults, step: &Step) -> Result<(Vec<f32>, StageResults), StageLost> {
+    /// Returns the step with the results of all processes. Refuses results of another size than the step's.
+    fn computed(&self, step: Step, results: Vec<StageResults>) -> Result<Step, StageLost> {
         let n_tokens: usize = step.passing().map(|row| row.tokens().len()).sum();
-        let hidden = numbers_of(&results.hidden).filter(|hidden| hidden.len() == n_tokens * self.width);
-        match hidden.filter(|_| results.outcomes.len() == step.outcomes.len()) {
-            Some(hidden) => Ok((hidden, results)),
-            None => Err(StageLost::other_step()),
+        let mut results = results.into_iter();
+        let StageResults { hidden, mut outcomes, routing_leads } =
+            results.next().expect("a stage has a process");
+        let hidden = numbers_of(&hidden).filter(|hidden| hidden.len() == n_tokens * self.width);
+        let hidden = hidden.ok_or_else(StageLost::other_step)?;
+        for of_mate in results {
+            outcomes = first_errors(outcomes, of_mate.outcomes);
+        }
+        match outcomes.len() == step.outcomes.len() {
+            true => Ok(Step { hidden, outcomes, routing_leads, ..step }),
+            false => Err(StageLost::other_step()),
         }
     }
-}
-
-/// Takes what a stage needs from a step.
-fn input_of(step: &mut Step) -> StageInput {
-    let rows = step.passing().zip(&step.outcomes).map(|(row, outcome)| StageRow {
-        tokens: row.tokens().to_vec(),
-        start: row.start(),
-        tables: row.tables().to_vec(),
-        outcome: outcome.clone(),
-    });
-    let rows = rows.collect();
-    let hidden = bytes_of(&std::mem::take(&mut step.hidden)).into();
-    StageInput { rows, hidden, routing_leads: step.routing_leads.clone() }
 }

@@ -2,6 +2,7 @@
 //! The entrance of the first stage: launched steps, and the tokens that their rows continue.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 use std::sync::mpsc::Receiver;
 
 use types::TokenId;
@@ -19,7 +20,7 @@ pub(super) type SampledTokens = Vec<(SlotId, TokenId)>;
 pub(super) struct Intake {
     jobs: Receiver<StepJob>,
     sampled: Receiver<SampledTokens>,
-    n_ranks: usize,
+    n_ranks: u16,
     vocab: usize,
     steps_in_flight_max: u64,
     n_taken: u64,
@@ -41,7 +42,7 @@ struct LatestRow {
 pub(super) struct IntakeParts {
     pub(super) jobs: Receiver<StepJob>,
     pub(super) sampled: Receiver<SampledTokens>,
-    pub(super) n_ranks: usize,
+    pub(super) n_ranks: u16,
     pub(super) vocab: usize,
     pub(super) steps_in_flight_max: usize,
 }
@@ -80,7 +81,7 @@ impl Intake {
         }
         self.latest.retain(|_, row| row.step + self.steps_in_flight_max > number + 1);
         let outcomes = resolved.iter().flatten().map(|()| Ok(())).collect();
-        let written = RankFence::new(signal, self.n_ranks);
+        let written = Arc::new(RankFence::new(signal, 0..self.n_ranks));
         Some(Step { rows, resolved, written, outcomes, hidden: Vec::new(), routing_leads: Vec::new() })
     }
 

@@ -3,6 +3,7 @@
 use kv_cache::FenceSignal;
 use types::{BlockIdx, TokenId};
 
+use crate::backend::remote::StageRow;
 use crate::error::RowError;
 use crate::sampler::OwnedSampleSpec;
 use crate::step::{Row, RowInput, SlotId};
@@ -21,6 +22,8 @@ pub(super) struct JobRow {
     input: Input,
     start: usize,
     tables: Vec<Vec<BlockIdx>>,
+    /// Whether a token is sampled for the row. The process that samples it has the `spec`.
+    is_wanted: bool,
     pub(super) spec: Option<OwnedSampleSpec>,
     pub(super) prompt_logprobs: Option<OwnedPromptTargets>,
 }
@@ -48,6 +51,7 @@ impl JobRow {
             },
             start: row.start,
             tables: row.tables.iter().map(|table| table.to_vec()).collect(),
+            is_wanted: row.sample.is_some(),
             spec: row.sample.as_ref().map(OwnedSampleSpec::of),
             prompt_logprobs: row
                 .prompt_logprobs
@@ -55,10 +59,31 @@ impl JobRow {
         }
     }
 
-    /// Makes a row of a stage in another process, which samples nothing.
-    pub(super) fn of_stage(tokens: Vec<TokenId>, start: usize, tables: Vec<Vec<BlockIdx>>) -> Self {
-        let input = Input::Tokens(tokens);
-        Self { slot: SlotId(0), input, start, tables, spec: None, prompt_logprobs: None }
+    /// Makes a row that another process has sent. This process samples nothing, and reads no token of the targets.
+    pub(super) fn of_process(row: StageRow) -> Self {
+        let StageRow { tokens, start, tables, is_wanted, n_targets, .. } = row;
+        let targets = || OwnedPromptTargets { tokens: vec![TokenId(0); n_targets], n_top: 0 };
+        Self {
+            slot: SlotId(0),
+            input: Input::Tokens(tokens),
+            start,
+            tables,
+            is_wanted,
+            spec: None,
+            prompt_logprobs: (n_targets > 0).then(targets),
+        }
+    }
+
+    /// Makes the row for another process. `outcome` is that of the stages so far.
+    pub(super) fn for_process(&self, outcome: &Result<(), RowError>) -> StageRow {
+        StageRow {
+            tokens: self.tokens().to_vec(),
+            start: self.start,
+            tables: self.tables.clone(),
+            is_wanted: self.is_wanted,
+            n_targets: self.prompt_logprobs.as_ref().map_or(0, |targets| targets.tokens.len()),
+            outcome: outcome.clone(),
+        }
     }
 
     pub(super) fn needs_previous(&self) -> bool {
@@ -87,7 +112,7 @@ impl JobRow {
 
     /// Returns whether the row samples a token.
     pub(super) fn is_wanted(&self) -> bool {
-        self.spec.is_some()
+        self.is_wanted
     }
 
     pub(super) fn tokens(&self) -> &[TokenId] {

@@ -11,6 +11,7 @@ mod intake;
 mod job;
 mod layout;
 mod loading;
+mod mate;
 mod outlet;
 mod pipeline;
 mod prepared;
@@ -34,15 +35,16 @@ pub(super) use layout::{groups, latent_groups, log_latents, log_stages};
 pub use settings::{CpuSettings, LoadFormat};
 
 use super::asleep::{self, Asleep, ClosedBackend, SleepFailed};
-use super::remote::{RemoteStage, weights_of};
+use super::remote::{RemoteProcess, StageMates, weights_of};
 use super::{Backend, EngineSettings};
 use crate::error::{BackendError, LoadError, OpenError};
 use crate::kv_room::KvRoom;
 use crate::step::{PendingStep, StepBatch, StepOutput};
 use elsewhere::Elsewhere;
 use job::{JobRow, StepJob};
+use mate::{LostReason, Mate};
 use pipeline::{Pipeline, PipelineParts, PipelineStage};
-use prepared::PreparedModel;
+use prepared::{PreparedModel, StageOthers};
 
 /// The CPU backend: a model in memory, and its compute threads.
 #[derive(Debug)]
@@ -65,7 +67,7 @@ struct OpenParams {
     folder: PathBuf,
     kv_bytes: usize,
     settings: CpuSettings,
-    /// The number of stages in other processes.
+    /// The number of other processes.
     n_remote: usize,
 }
 
@@ -81,14 +83,15 @@ impl CpuBackend {
     pub fn open(folder: &Path, kv: impl Into<KvRoom>, settings: &CpuSettings) -> Result<Self, OpenError> {
         let prepared = PreparedModel::whole(folder, kv.into(), settings)?;
         let n_blocks = prepared.n_blocks()?;
-        Self::load(prepared, n_blocks, &[])
+        Self::load(prepared, n_blocks, &[], None)
     }
 
-    /// Loads the stages of this process. `remote` are the stages before them, in other processes.
+    /// Loads the stages of this process. `remote` are the other processes, and `mates` those with ranks of the last stage.
     fn load(
         prepared: PreparedModel,
         n_blocks: u32,
-        remote: &[Arc<dyn RemoteStage>],
+        remote: &[RemoteProcess],
+        mates: Option<Arc<dyn StageMates>>,
     ) -> Result<Self, OpenError> {
         let loaded = prepared.load()?;
         let memory = prepared.memory(n_blocks)?;
@@ -102,12 +105,20 @@ impl CpuBackend {
         let (folder, settings) = (folder.path().to_owned(), settings.clone());
         let opened = OpenParams { folder, kv_bytes: *kv_bytes, settings, n_remote: remote.len() };
         let (width, weight_bytes) = (prepared.folder.config.hidden, loaded.formats.bytes());
-        let here = prepared.start(&loaded, &memory)?.into_iter().map(PipelineStage::Here);
-        let elsewhere = |remote: &Arc<dyn RemoteStage>| {
-            PipelineStage::Elsewhere(Elsewhere { remote: Arc::clone(remote), width })
+        let (lost, first_stage) = (LostReason::default(), prepared.first_stage);
+        let n_steps = prepared.all_stages.n_stages() + 1;
+        let of_stage = |nth| -> Result<Vec<Mate>, OpenError> {
+            let processes = remote.iter().filter(|process| process.share.stage == nth);
+            let mates = processes.map(|process| Mate::start(process, n_steps, &lost));
+            Ok(mates.collect::<Result<_, _>>().map_err(LoadError::Threads)?)
         };
-        let stages = remote.iter().map(elsewhere).chain(here).collect();
-        Self::start(model, memory, stages, weight_bytes, opened)
+        let elsewhere = |nth| {
+            of_stage(nth).map(|mates| PipelineStage::Elsewhere(Elsewhere { processes: mates.into(), width }))
+        };
+        let mut stages = (0..first_stage).map(elsewhere).collect::<Result<Vec<_>, _>>()?;
+        let others = StageOthers { mates, processes: of_stage(first_stage)? };
+        stages.extend(prepared.start(&loaded, &memory, others)?.into_iter().map(PipelineStage::Here));
+        Self::start(model, memory, stages, weight_bytes, opened, lost)
     }
 
     /// Refuses sleep of a node of several processes.
@@ -129,11 +140,12 @@ impl CpuBackend {
         stages: Vec<PipelineStage>,
         weight_bytes: usize,
         opened: OpenParams,
+        lost: LostReason,
     ) -> Result<Self, OpenError> {
         let steps_in_flight_max = stages.len() + 1;
         let (vocab, eos_tokens) = (model.vocab as usize, model.eos_tokens.clone());
-        let n_ranks = usize::from(memory.n_ranks());
-        let parts = PipelineParts { stages, n_ranks, vocab, eos_tokens, steps_in_flight_max };
+        let n_ranks = memory.n_ranks();
+        let parts = PipelineParts { stages, n_ranks, vocab, eos_tokens, steps_in_flight_max, lost };
         let n_holders = memory.n_holders();
         let pipeline = Pipeline::start(parts).map_err(LoadError::Threads)?;
         Ok(Self {

@@ -11,9 +11,10 @@ use std::thread;
 
 use types::TokenId;
 
-use super::elsewhere::{Elsewhere, LostReason};
+use super::elsewhere::Elsewhere;
 use super::intake::{Intake, IntakeParts};
 use super::job::StepJob;
+use super::mate::LostReason;
 use super::outlet::Outlet;
 use super::stage::{Source, Stage, Target};
 use crate::error::BackendError;
@@ -33,7 +34,7 @@ pub(super) struct Pipeline {
 #[derive(Debug)]
 pub(super) enum PipelineStage {
     Here(Stage),
-    /// A stage in another process. Never the last stage, because that one samples.
+    /// A stage in other processes. Never the last stage, because that one samples.
     Elsewhere(Elsewhere),
 }
 
@@ -42,22 +43,23 @@ pub(super) enum PipelineStage {
 pub(super) struct PipelineParts {
     /// In order; at least one.
     pub(super) stages: Vec<PipelineStage>,
-    pub(super) n_ranks: usize,
+    pub(super) n_ranks: u16,
     pub(super) vocab: usize,
     pub(super) eos_tokens: Vec<TokenId>,
     pub(super) steps_in_flight_max: usize,
+    pub(super) lost: LostReason,
 }
 
 impl Pipeline {
     pub(super) fn start(parts: PipelineParts) -> io::Result<Self> {
-        let PipelineParts { stages, n_ranks, vocab, eos_tokens, steps_in_flight_max } = parts;
+        let PipelineParts { stages, n_ranks, vocab, eos_tokens, steps_in_flight_max, lost } = parts;
         let (jobs_out, jobs) = sync_channel(steps_in_flight_max);
         let (results_out, results) = sync_channel(steps_in_flight_max);
         let (sampled_out, sampled) = sync_channel(steps_in_flight_max);
         let intake = Intake::new(IntakeParts { jobs, sampled, n_ranks, vocab, steps_in_flight_max });
         let mut source = Source::Launched(intake);
         let mut outlet = Some(Outlet { results: results_out, sampled: sampled_out, eos_tokens });
-        let (mut threads, lost) = (Vec::with_capacity(stages.len()), LostReason::default());
+        let mut threads = Vec::with_capacity(stages.len());
         let n_stages = stages.len();
         for (nth, stage) in stages.into_iter().enumerate() {
             let (steps_out, steps) = sync_channel(steps_in_flight_max);
@@ -71,8 +73,8 @@ impl Pipeline {
                 }
                 PipelineStage::Elsewhere(stage) => {
                     let (sent_out, sent) = sync_channel(steps_in_flight_max);
-                    let (sender, why) = (stage.clone(), Arc::clone(&lost));
-                    threads.push(thread.spawn(move || sender.send_steps(from, &sent_out, &why))?);
+                    let sender = stage.clone();
+                    threads.push(thread.spawn(move || sender.send_steps(from, &sent_out))?);
                     let thread = thread::Builder::new().name(format!("stage-{nth}-results"));
                     let why = Arc::clone(&lost);
                     threads.push(thread.spawn(move || stage.receive_steps(&sent, &steps_out, &why))?);

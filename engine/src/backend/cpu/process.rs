@@ -1,27 +1,29 @@
-//! The stage that one of several processes of a node computes.
+//! The stage, or the ranks of one, that one of several processes of a node computes.
 
 use std::path::Path;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use kv_cache::FenceSignal;
-use types::{Fingerprint, StageLayers};
+use types::{Fingerprint, ProcessShare, StageLayers};
 
 use super::CpuBackend;
 use super::job::JobRow;
 use super::loading::LoadedModel;
-use super::prepared::PreparedModel;
+use super::prepared::{PreparedModel, StageOthers};
 use super::rank::{Outcomes, Step};
 use super::rows::numbers_of;
 use super::settings::CpuSettings;
 use super::stage::Stage;
-use crate::backend::remote::{LoadedStage, RemoteStage, StageInput, StageLost, StageProcess, StageResults};
+use crate::backend::remote::{
+    LoadedStage, RemoteProcess, StageInput, StageLost, StageMates, StageProcess, StageResults,
+};
 use crate::error::OpenError;
 use crate::kv_room::KvRoom;
 use crate::model::Scratch;
 use crate::model::ranks::RankFence;
 
-/// A stage whose model's config is read, and whose weights are not loaded.
+/// A process's share of a model whose config is read, and whose weights are not loaded.
 #[derive(Debug)]
 pub struct PreparedStage {
     prepared: PreparedModel,
@@ -49,9 +51,14 @@ struct Computing {
 const BEGUN_MAX: usize = 256;
 
 impl PreparedStage {
-    /// Reads the config of a model for one of its stages. The settings say how many there are.
-    pub fn prepare(folder: &Path, kv: KvRoom, settings: &CpuSettings, nth: usize) -> Result<Self, OpenError> {
-        let prepared = PreparedModel::stage(folder, kv, settings, nth)?;
+    /// Reads the config of a model for one of its processes. The settings say how many stages and ranks there are.
+    pub fn prepare(
+        folder: &Path,
+        kv: KvRoom,
+        settings: &CpuSettings,
+        share: ProcessShare,
+    ) -> Result<Self, OpenError> {
+        let prepared = PreparedModel::of_process(folder, kv, settings, share)?;
         let n_blocks = prepared.n_blocks()?;
         Ok(Self { prepared, n_blocks })
     }
@@ -72,25 +79,31 @@ impl PreparedStage {
         &self.prepared.all_stages
     }
 
-    /// Loads the stage's weights, and takes memory for `n_blocks` blocks.
-    pub fn open(self, n_blocks: u32) -> Result<CpuStage, OpenError> {
+    /// Loads the stage's weights, and takes memory for `n_blocks` blocks. `mates` has the stage's other ranks.
+    pub fn open(self, n_blocks: u32, mates: Option<Arc<dyn StageMates>>) -> Result<CpuStage, OpenError> {
         let Self { prepared, .. } = self;
         let model = prepared.load()?;
         let memory = prepared.memory(n_blocks)?;
         let weights = model.described(&prepared.layout);
         let width = prepared.folder.config.hidden;
         let layers = prepared.stages.iter().next().expect("there is a stage");
-        let stage = prepared.start(&model, &memory)?.into_iter().next().expect("there is a stage");
+        let others = StageOthers { mates, processes: Vec::new() };
+        let stage = prepared.start(&model, &memory, others)?.into_iter().next().expect("there is a stage");
         let (sender, begun) = sync_channel(BEGUN_MAX);
         let computing = Mutex::new(Computing { begun, stage });
         let loaded = LoadedStage { weights, memory, layers };
         Ok(CpuStage { loaded, width, begun: sender, computing })
     }
 
-    /// Loads the weights of the last stage, and makes the backend of the whole model. `remote` are the stages before it,
-    /// in order.
-    pub fn open_head(self, n_blocks: u32, remote: &[Arc<dyn RemoteStage>]) -> Result<CpuBackend, OpenError> {
-        CpuBackend::load(self.prepared, n_blocks, remote)
+    /// Loads the weights of the last stage, and makes the backend of the whole model. `remote` are the other processes, and
+    /// `mates` those with ranks of the last stage.
+    pub fn open_head(
+        self,
+        n_blocks: u32,
+        remote: &[RemoteProcess],
+        mates: Option<Arc<dyn StageMates>>,
+    ) -> Result<CpuBackend, OpenError> {
+        CpuBackend::load(self.prepared, n_blocks, remote, mates)
     }
 }
 
@@ -110,19 +123,19 @@ impl StageProcess for CpuStage {
         let n_expected = if self.loaded.layers.start == 0 { 0 } else { n_tokens * self.width };
         let hidden = numbers_of(&input.hidden).filter(|hidden| hidden.len() == n_expected);
         let hidden = hidden.ok_or_else(StageLost::other_step)?;
-        let written = RankFence::new(signal, usize::from(self.loaded.memory.n_ranks()));
+        let written = Arc::new(RankFence::new(signal, self.loaded.memory.ranks()));
         let results = stage.results(step_of(input, hidden, written), &Scratch::default());
         results.ok_or_else(|| StageLost("a compute thread has ended".to_owned()))
     }
 }
 
 /// Makes the step that the stage's ranks compute.
-fn step_of(input: StageInput, hidden: Vec<f32>, written: RankFence) -> Step {
+fn step_of(input: StageInput, hidden: Vec<f32>, written: Arc<RankFence>) -> Step {
     let StageInput { rows, routing_leads, .. } = input;
     let outcomes: Outcomes = rows.iter().map(|row| row.outcome.clone()).collect();
     Step {
         resolved: outcomes.iter().map(|_| Ok(())).collect(),
-        rows: rows.into_iter().map(|row| JobRow::of_stage(row.tokens, row.start, row.tables)).collect(),
+        rows: rows.into_iter().map(JobRow::of_process).collect(),
         written,
         outcomes,
         hidden,

@@ -7,16 +7,18 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread;
 
+use bytes::Bytes;
 use kernels::cpu::{Processor, Rotation};
 use kv_cache::KvMemory;
 use types::step::PromptLogprob;
 
 use super::job::{JobRow, OwnedPromptTargets};
 use super::loading::LoadedModel;
+use crate::backend::remote::StageInput;
 use crate::error::RowError;
 use crate::model::ActivationFormat;
 use crate::model::pass::PassParts;
-use crate::model::ranks::{RankFence, RankHandle};
+use crate::model::ranks::{OtherRanks, RankFence, RankHandle};
 use crate::model::{Decoder, ModelConfig, Pass, PassRow, Scratch, Tensor};
 use crate::sampler::prompt_logprob;
 
@@ -33,7 +35,8 @@ pub(super) struct Step {
     pub(super) rows: Vec<JobRow>,
     /// For each row whether it takes part: an error if it was refused before the first layer.
     pub(super) resolved: Outcomes,
-    pub(super) written: RankFence,
+    /// A process that computes a share of the step holds a clone until its results are there.
+    pub(super) written: Arc<RankFence>,
     /// The outcomes of the rows that take part, after the stages so far.
     pub(super) outcomes: Outcomes,
     /// The rows that the stage before computed: (tokens, hidden). The first stage has none.
@@ -98,13 +101,14 @@ pub(super) struct Helper {
 // === impl Rank ===
 
 impl Rank {
-    /// Creates all ranks of a stage, one for each processor.
+    /// Creates all ranks of a stage in this process, one for each processor. `others` has the ranks of other processes.
     pub(super) fn all(
         processors: Vec<Processor>,
         model: &LoadedModel,
         memory: &KvMemory,
         config: &ModelConfig,
         stage: &StagePlace,
+        others: Option<Box<dyn OtherRanks>>,
     ) -> Vec<Self> {
         let frequencies: Arc<[f32]> = config.rope.frequencies(config.head_dim).into();
         let rank = |(processor, seat)| Self {
@@ -119,12 +123,17 @@ impl Rank {
             stage: stage.clone(),
             seat,
         };
-        let seats = RankHandle::all(memory.n_ranks());
+        let seats = RankHandle::of_process(memory.n_ranks(), memory.ranks(), others);
         processors.into_iter().zip(seats).map(rank).collect()
     }
 
     pub(super) fn processor(&self) -> &Processor {
         &self.processor
+    }
+
+    /// Returns whether other processes compute the next stage, and this rank is the one whose rows go there.
+    pub(super) fn gives_rows(&self) -> bool {
+        self.seat.nth() == 0 && self.stage.layers.end < self.stage.n_layers
     }
 
     /// Computes the rank's share of the stage's layers, and what follows the last layer.
@@ -222,6 +231,13 @@ impl Rank {
 }
 
 impl Step {
+    /// Returns what another process needs to compute a share of the step. `hidden` are the rows of the stage before.
+    pub(super) fn input(&self, hidden: Bytes) -> StageInput {
+        let rows =
+            self.passing().zip(&self.outcomes).map(|(row, outcome)| row.for_process(outcome)).collect();
+        StageInput { rows, hidden, routing_leads: self.routing_leads.clone() }
+    }
+
     /// Returns the rows that take part.
     pub(super) fn passing(&self) -> impl Iterator<Item = &JobRow> {
         self.rows.iter().zip(&self.resolved).filter(|(_, resolved)| resolved.is_ok()).map(|(row, _)| row)

@@ -1,12 +1,13 @@
 //! Hot path.
-//! The thread of one stage, which is that of its first rank. It computes the stage's layers of each step, one step after
-//! the other, and starts the other ranks for each step.
+//! The thread of one stage, which is that of its first rank here. It computes the stage's layers of each step, one step after
+//! the other, and starts the other ranks for each step: threads, and other processes.
 
 use std::io;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender};
 
 use super::intake::Intake;
+use super::mate::Mate;
 use super::outlet::Outlet;
 use super::rank::{Forwarded, Helper, Outcomes, Rank, Step};
 use super::rows::bytes_of;
@@ -20,6 +21,8 @@ pub(super) struct Stage {
     // they are waited for.
     rank: Rank,
     helpers: Vec<Helper>,
+    /// The processes of the stage's other ranks. Only the head has them.
+    mates: Vec<Mate>,
 }
 
 /// Where a stage's steps come from.
@@ -44,12 +47,12 @@ struct ComputedStep {
 }
 
 impl Stage {
-    /// Makes a stage's state. `ranks` are all ranks of the stage; all except the first get their own threads.
-    pub(super) fn new(ranks: Vec<Rank>) -> io::Result<Self> {
+    /// Makes a stage's state. `ranks` are the ranks of the stage in this process; all except the first get their own threads.
+    pub(super) fn new(ranks: Vec<Rank>, mates: Vec<Mate>) -> io::Result<Self> {
         let mut ranks = ranks.into_iter();
         let rank = ranks.next().expect("a stage has a rank");
         let helpers = ranks.map(Helper::start).collect::<Result<_, _>>()?;
-        Ok(Self { rank, helpers })
+        Ok(Self { rank, helpers, mates })
     }
 
     /// Runs until no more steps come, or a thread that this one needs has ended. Waits for steps and for the other ranks.
@@ -63,20 +66,27 @@ impl Stage {
         }
     }
 
-    /// Computes one step of a stage whose other stages are in other processes. Returns `None` if a rank has ended.
+    /// Computes this process's share of one step for another process. Returns `None` if a rank has ended.
     pub(super) fn results(&self, step: Step, scratch: &Scratch) -> Option<StageResults> {
         let ComputedStep { forwarded: Forwarded { x, outcomes, routing_leads, .. }, .. } =
             self.computed(step, scratch)?;
-        Some(StageResults { hidden: bytes_of(&x).into(), outcomes, routing_leads })
+        let hidden = if self.rank.gives_rows() { bytes_of(&x) } else { Vec::new() };
+        Some(StageResults { hidden: hidden.into(), outcomes, routing_leads })
     }
 
     /// Runs a step on all ranks. Returns `None` if a rank has ended.
     fn computed(&self, step: Step, scratch: &Scratch) -> Option<ComputedStep> {
+        for mate in &self.mates {
+            mate.begin(step.input(bytes_of(&step.hidden).into()), &step.written)?;
+        }
         let step = Arc::new(step);
         self.helpers.iter().try_for_each(|helper| helper.begin(&step))?;
         let mut forwarded = self.rank.forward(&step, scratch);
         for helper in &self.helpers {
             forwarded.outcomes = first_errors(forwarded.outcomes, helper.finish()?);
+        }
+        for mate in &self.mates {
+            forwarded.outcomes = first_errors(forwarded.outcomes, mate.finish()?.outcomes);
         }
         let step = Arc::into_inner(step).expect("a helper that has answered holds no step");
         Some(ComputedStep { step, forwarded })
@@ -84,7 +94,7 @@ impl Stage {
 }
 
 /// Merges the outcomes of two ranks: a row fails if it fails on any rank.
-fn first_errors(ours: Outcomes, theirs: Outcomes) -> Outcomes {
+pub(super) fn first_errors(ours: Outcomes, theirs: Outcomes) -> Outcomes {
     ours.into_iter().zip(theirs).map(|(ours, theirs)| ours.and(theirs)).collect()
 }
 

@@ -21,7 +21,7 @@ use types::TokenId;
 use super::launched_step::LostFlags;
 use super::links::{LinkSizes, TokenRing};
 use super::plan::{InputToken, Plan};
-use crate::backend::remote::{RemoteStage, StageInput, StageLost, StageRow};
+use crate::backend::remote::{RemoteProcess, RemoteStage, StageInput, StageLost, StageRow};
 use crate::error::{LoadError, OpenError};
 use crate::step::{Row, RowInput};
 
@@ -56,7 +56,7 @@ struct UseCounts(Vec<u32>);
 /// What this process needs for the stages in other processes.
 #[derive(Debug)]
 pub(super) struct ElsewhereParts<'a> {
-    pub(super) remote: &'a [Arc<dyn RemoteStage>],
+    pub(super) remote: &'a [RemoteProcess],
     pub(super) rows: HostOutbox<Bf16>,
     pub(super) sizes: LinkSizes,
     pub(super) vocab: usize,
@@ -120,6 +120,7 @@ impl Elsewhere {
         let (steps, to_send) = sync_channel(n_places);
         let tokens = Arc::new(SampledTokens::new(card, ring)?);
         let rows = Arc::new(Mutex::new(rows));
+        let remote: Vec<_> = remote.iter().map(|process| &process.stage).collect();
         let first = Arc::clone(remote.first().expect("a process has other stages"));
         let turns = || UseCounts(vec![0; n_places]);
         let sender = Sender { first, tokens: Arc::clone(&tokens), turns: turns(), lost: lost.clone(), vocab };
@@ -264,7 +265,9 @@ impl RowElsewhere {
             (None, RowInput::Previous) => (Vec::new(), None),
         };
         let tables = row.tables.iter().map(|table| table.to_vec()).collect();
-        Self { row: StageRow { tokens, start: row.start, tables, outcome: Ok(()) }, drawn }
+        let row =
+            StageRow { tokens, start: row.start, tables, is_wanted: false, n_targets: 0, outcome: Ok(()) };
+        Self { row, drawn }
     }
 }
 
@@ -339,7 +342,14 @@ mod tests {
 
     fn row(n_tokens: usize) -> StageRow {
         let tables = vec![vec![BlockIdx(3)]];
-        StageRow { tokens: vec![TokenId(5); n_tokens], start: 2, tables, outcome: Ok(()) }
+        StageRow {
+            tokens: vec![TokenId(5); n_tokens],
+            start: 2,
+            tables,
+            is_wanted: false,
+            n_targets: 0,
+            outcome: Ok(()),
+        }
     }
 
     #[test]

@@ -26,7 +26,7 @@ use super::weights::Sizes;
 use super::workspace::{PATIENCE, Workspace};
 use super::{CudaBackend, CudaSettings, LoadReport, SpareReadbacks, tuning};
 use crate::backend::cpu;
-use crate::backend::remote::{RemoteStage, weights_of};
+use crate::backend::remote::{RemoteProcess, weights_of};
 use crate::error::{LoadError, OpenError};
 use crate::kv_room::{AutoRoom, KvRoom};
 use crate::model::{ActivationFormat, ModelConfig};
@@ -143,7 +143,7 @@ impl CudaBackend {
     }
 
     /// Opens the stages of this process. `remote` are the stages before them, in other processes.
-    pub(super) fn of(prepared: PreparedModel, remote: &[Arc<dyn RemoteStage>]) -> Result<Self, OpenError> {
+    pub(super) fn of(prepared: PreparedModel, remote: &[RemoteProcess]) -> Result<Self, OpenError> {
         let opened = prepared.open()?;
         let OpenedRanks { described, memory, rank, helpers, lost, rows_in, loaded } = opened;
         let (limits, card) = (described.settings().limits, &rank.tools.card);
@@ -315,7 +315,8 @@ impl ModelDescription {
     }
 
     fn link_sizes(&self) -> LinkSizes {
-        let CudaSettings { ranks, limits, only_stage: only, .. } = self.settings;
+        let CudaSettings { ranks, limits, .. } = self.settings;
+        let only = self.settings.only_stage();
         let (n_ranks, n_stages) = (usize::from(ranks.get()), self.all_stages.n_stages());
         LinkSizes { n_ranks, n_stages, only, limits, hidden: self.folder.config.hidden }
     }

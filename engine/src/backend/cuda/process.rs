@@ -11,7 +11,7 @@ use device::cuda::{Bf16, CudaError, Event, HostOutbox, PinnedNumbers, PinnedRows
 use device::polling;
 use kv_cache::FenceSignal;
 use tokio::time::Instant;
-use types::{BlockIdx, Fingerprint, StageLayers, in_full};
+use types::{BlockIdx, Fingerprint, ProcessShare, StageLayers, in_full};
 
 use super::draws::Draws;
 use super::elsewhere::hidden_bytes;
@@ -24,8 +24,8 @@ use super::rank::{LaunchedOnAll, Rank, Step, launch_on_all};
 use super::watch::{Watch, WatchedStep};
 use super::{CudaBackend, CudaSettings};
 use crate::backend::remote::{
-    DirectStage, LoadedStage, RemoteStage, StageInput, StageLost, StageProcess, StageResults, StageRow,
-    StageWeights,
+    DirectStage, LoadedStage, RemoteProcess, StageInput, StageLost, StageMates, StageProcess, StageResults,
+    StageRow, StageWeights,
 };
 use crate::error::{LoadError, OpenError, RowError};
 use crate::kv_room::KvRoom;
@@ -104,31 +104,39 @@ struct RowBytes {
 pub fn open_apart(folder: &Path, kv_bytes: usize, settings: &CudaSettings) -> Result<CudaBackend, OpenError> {
     let n_stages = usize::from(settings.stages.n_stages.get());
     let n_ranks = usize::from(settings.ranks.get());
+    let share = |stage| ProcessShare { stage, ranks: 0..settings.ranks.get() };
     let prepare = |nth| {
         let settings = CudaSettings { ordinal: settings.ordinal + nth * n_ranks, ..settings.clone() };
-        PreparedStage::prepare(folder, (kv_bytes / n_stages).into(), &settings, nth)
+        PreparedStage::prepare(folder, (kv_bytes / n_stages).into(), &settings, share(nth))
     };
     let mut prepared = (0..n_stages).map(prepare).collect::<Result<Vec<_>, _>>()?;
     let n_blocks = prepared.iter().map(PreparedStage::n_blocks).min().unwrap_or(0);
     let head = prepared.pop().expect("there is a stage");
-    let direct = |stage: PreparedStage| -> Result<Arc<dyn RemoteStage>, OpenError> {
-        Ok(Arc::new(DirectStage(Arc::new(stage.open(n_blocks)?))))
+    let direct = |(nth, stage): (usize, PreparedStage)| -> Result<RemoteProcess, OpenError> {
+        let stage = Arc::new(DirectStage(Arc::new(stage.open(n_blocks, None)?)));
+        Ok(RemoteProcess { share: share(nth), stage })
     };
-    let remote = prepared.into_iter().map(direct).collect::<Result<Vec<_>, _>>()?;
-    head.open_head(n_blocks, &remote)
+    let remote = prepared.into_iter().enumerate().map(direct).collect::<Result<Vec<_>, _>>()?;
+    head.open_head(n_blocks, &remote, None)
 }
 
 // === impl PreparedStage ===
 
 impl PreparedStage {
-    /// Opens the GPUs, and reads the config of a model for one of its stages. The settings say how many there are.
+    /// Opens the GPUs, and reads the config of a model for one of its processes. The settings say how many stages and ranks
+    /// there are.
     pub fn prepare(
         folder: &Path,
         kv: KvRoom,
         settings: &CudaSettings,
-        nth: usize,
+        share: ProcessShare,
     ) -> Result<Self, OpenError> {
-        let settings = CudaSettings { only_stage: Some(nth), ..settings.clone() };
+        if share.ranks.len() < usize::from(settings.ranks.get()) {
+            return Err(OpenError::CudaModel(
+                "GPUs of one stage in several processes are not implemented".to_owned(),
+            ));
+        }
+        let settings = CudaSettings { only: Some(share), ..settings.clone() };
         PreparedModel::of(folder, kv, &settings).map(Self)
     }
 
@@ -153,13 +161,19 @@ impl PreparedStage {
     }
 
     /// Loads the stage's weights, and takes memory for `n_blocks` blocks.
-    pub fn open(self, n_blocks: u32) -> Result<CudaStage, OpenError> {
+    pub fn open(self, n_blocks: u32, mates: Option<Arc<dyn StageMates>>) -> Result<CudaStage, OpenError> {
+        drop(mates);
         CudaStage::of(self.0.with_blocks(n_blocks).open()?)
     }
 
-    /// Loads the weights of the last stage, and makes the backend of the whole model. `remote` are the stages before it,
-    /// in order.
-    pub fn open_head(self, n_blocks: u32, remote: &[Arc<dyn RemoteStage>]) -> Result<CudaBackend, OpenError> {
+    /// Loads the weights of the last stage, and makes the backend of the whole model. `remote` are the other processes.
+    pub fn open_head(
+        self,
+        n_blocks: u32,
+        remote: &[RemoteProcess],
+        mates: Option<Arc<dyn StageMates>>,
+    ) -> Result<CudaBackend, OpenError> {
+        drop(mates);
         CudaBackend::of(self.0.with_blocks(n_blocks), remote)
     }
 }
@@ -372,7 +386,8 @@ mod tests {
     fn each_process_may_have_several_gpus() {
         let ranks = NonZero::new(2).expect("two");
         let settings = CudaSettings { ordinal: 4096, ranks, cache: None, ..CudaSettings::default() };
-        let error = PreparedStage::prepare(Path::new("/nowhere"), (1 << 20).into(), &settings, 0);
+        let share = ProcessShare { stage: 0, ranks: 0..2 };
+        let error = PreparedStage::prepare(Path::new("/nowhere"), (1 << 20).into(), &settings, share);
         let error = error.expect_err("there are no such GPUs");
         assert!(error.is_no_gpu(), "{error}");
     }
@@ -393,6 +408,8 @@ mod tests {
             tokens: vec![TokenId(7); n_tokens],
             start,
             tables: vec![vec![BlockIdx(4), BlockIdx::GONE], vec![BlockIdx(0)]],
+            is_wanted: false,
+            n_targets: 0,
             outcome: Ok(()),
         };
         let good = StageInput { rows: vec![row(5, 0), row(1, 20)], ..StageInput::default() };

@@ -108,10 +108,14 @@ pub enum KvPlace {
     Written { number: u32 },
 }
 
-/// The layers of one process of the receiver (numbers in the model), and the `host:port` that takes their KV.
+/// The first version in which a welcome names the ranks of each process. In earlier ones each process has all ranks.
+pub(super) const RANKS_VERSION: u16 = 7;
+
+/// The layers of one process of the receiver (numbers in the model), its ranks, and the `host:port` that takes their KV.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ProcessAddress {
     pub layers: Range<u16>,
+    pub ranks: Range<u16>,
     pub endpoint: String,
 }
 
@@ -230,7 +234,7 @@ fn parse_body(kind: u8, transfer: TransferId, fields: &mut Reader<'_>) -> Result
         kind::HELLO => Body::Hello(parse_hello(fields)?),
         kind::WELCOME => {
             let (version, node, epoch) = (fields.u16()?, fields.node()?, Epoch(fields.u64()?));
-            Body::Welcome { version, node, epoch, others: parse_others(fields)? }
+            Body::Welcome { version, node, epoch, others: parse_others(fields, version)? }
         }
         kind::INCOMPATIBLE => Body::Incompatible { protocol: fields.protocol()? },
         kind::OPEN => Body::Open(parse_open(fields)?),
@@ -289,10 +293,12 @@ fn parse_hello(fields: &mut Reader<'_>) -> Result<Hello, FrameError> {
 }
 
 /// Reads to the end of the body. A node of one process writes nothing there.
-fn parse_others(fields: &mut Reader<'_>) -> Result<Vec<ProcessAddress>, FrameError> {
+fn parse_others(fields: &mut Reader<'_>, version: u16) -> Result<Vec<ProcessAddress>, FrameError> {
     let mut others = Vec::new();
     while fields.end().is_err() {
-        others.push(ProcessAddress { layers: fields.u16()?..fields.u16()?, endpoint: fields.text()? });
+        let layers = fields.u16()?..fields.u16()?;
+        let ranks = if version < RANKS_VERSION { 0..u16::MAX } else { fields.u16()?..fields.u16()? };
+        others.push(ProcessAddress { layers, ranks, endpoint: fields.text()? });
     }
     Ok(others)
 }
@@ -351,8 +357,12 @@ fn encode_body(body: &Body, fields: &mut Writer<'_>) -> u8 {
         Body::Hello(hello) => encode_hello(hello, fields),
         Body::Welcome { version, node, epoch, others } => {
             fields.u16(*version).node(node).u64(epoch.0);
-            for ProcessAddress { layers, endpoint } in others {
-                fields.u16(layers.start).u16(layers.end).text(endpoint);
+            for ProcessAddress { layers, ranks, endpoint } in others {
+                fields.u16(layers.start).u16(layers.end);
+                if *version >= RANKS_VERSION {
+                    fields.u16(ranks.start).u16(ranks.end);
+                }
+                fields.text(endpoint);
             }
             kind::WELCOME
         }

@@ -30,9 +30,11 @@ fn handoff() -> Handoff {
     Handoff { transfer: TransferId(5), n_tokens: 99, first }
 }
 
-fn two_processes() -> Vec<ProcessAddress> {
-    let process = |layers, endpoint: &str| ProcessAddress { layers, endpoint: endpoint.to_owned() };
-    vec![process(0..2, "10.0.0.1:4000"), process(2..5, "[fd00::1]:4001")]
+fn two_processes(ranks: [Range<u16>; 2]) -> Vec<ProcessAddress> {
+    let process =
+        |layers, ranks, endpoint: &str| ProcessAddress { layers, ranks, endpoint: endpoint.to_owned() };
+    let [first, second] = ranks;
+    vec![process(0..2, first, "10.0.0.1:4000"), process(2..5, second, "[fd00::1]:4001")]
 }
 
 fn every_body() -> Vec<Body> {
@@ -49,7 +51,18 @@ fn every_body() -> Vec<Body> {
         Body::Open(Credentials { tp_size: 4, ..open }),
         Body::Hello(hello()),
         Body::Welcome { version: 3, node: NodeId::new("d"), epoch: Epoch(3), others: Vec::new() },
-        Body::Welcome { version: 5, node: NodeId::new("d"), epoch: Epoch(3), others: two_processes() },
+        Body::Welcome {
+            version: 6,
+            node: NodeId::new("d"),
+            epoch: Epoch(3),
+            others: two_processes([0..u16::MAX, 0..u16::MAX]),
+        },
+        Body::Welcome {
+            version: 7,
+            node: NodeId::new("d"),
+            epoch: Epoch(3),
+            others: two_processes([0..2, 2..4]),
+        },
         Body::Incompatible { protocol: ProtocolRange { min: 2, max: 3 } },
         Body::Open(open),
         Body::Accepted,

@@ -201,9 +201,8 @@ impl Wire for Link {
     ) -> Result<(), TransferError> {
         let span = SpanOut { out: Arc::clone(out), piece, from, pending_copy: out.pending_copies.begin() };
         let shared = &self.shared;
-        let layer = span.first_layer();
-        let of_other = shared.others.as_ref().and_then(|others| others.queue_of(layer));
-        let ours = || match shared.endpoints.process_of(layer) {
+        let of_other = shared.others.as_ref().and_then(|others| others.queue_of(&span));
+        let ours = || match shared.endpoints.process_of(span.first_layer(), span.piece.lane.to) {
             None => &shared.to_head.spans,
             Some(process) => &shared.to_others[process].spans,
         };
@@ -211,7 +210,7 @@ impl Wire for Link {
     }
 
     fn process_of(&self, layer: u16) -> Option<usize> {
-        self.shared.endpoints.process_of(layer)
+        self.shared.endpoints.process_of(layer, 0)
     }
 
     async fn hand_off(&self, out: &Arc<Outgoing>, handoff: Handoff) -> Result<(), TransferError> {

@@ -73,9 +73,10 @@ impl OtherQueues {
         self.queues.len()
     }
 
-    /// Returns the queue of the process that has a layer (number in the model); `None` if this process has it.
-    pub(super) fn queue_of(&self, layer: u16) -> Option<&async_channel::Sender<SpanOut>> {
-        Some(&self.queues[self.processes.of_layer(layer)?].spans)
+    /// Returns the queue of the process that has the pages of a span; `None` if this process has them.
+    pub(super) fn queue_of(&self, span: &SpanOut) -> Option<&async_channel::Sender<SpanOut>> {
+        let process = self.processes.process_of(span.first_layer(), span.piece.lane.from)?;
+        Some(&self.queues[process].spans)
     }
 
     /// Orders the frames of one process, until the link is lost. Each frame keeps its lease until its put has returned.
@@ -102,7 +103,7 @@ impl OtherQueues {
     fn order(&self, process: usize, span: &SpanOut) -> PutOrder {
         let pages = span.pages();
         PutOrder {
-            endpoint: self.endpoints.of_layer(span.first_layer()).to_owned(),
+            endpoint: self.endpoints.endpoint_of(span.first_layer(), span.piece.lane.to).to_owned(),
             link: self.link,
             stream: self.n_streams + process as u16,
             node: self.node.clone(),

@@ -7,6 +7,7 @@
 
 use std::collections::HashMap;
 use std::fmt::Display;
+use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -20,7 +21,7 @@ use types::{KvLayout, TransferId, in_full};
 use super::accept::{Handshake, Incoming, StreamAcceptor};
 use super::answers::{Answers, SenderAnswers};
 use super::connect::STREAMS_MAX;
-use super::frame::{Body, Frame, FrameError, Hello, ProcessAddress};
+use super::frame::{Body, Frame, FrameError, Hello, ProcessAddress, RANKS_VERSION};
 use super::kv_path::KvPath;
 use super::link_in::LinkIn;
 use super::link_out::alive_interval;
@@ -157,10 +158,7 @@ impl Receiver {
             None => return Ok(()),
         };
         drop(handshake_permit);
-        let protocol = match self.has_one_process() {
-            true => PROTOCOL,
-            false => ProtocolRange { min: SEVERAL_PROCESSES_VERSION, ..PROTOCOL },
-        };
+        let protocol = ProtocolRange { min: self.version_min(), ..PROTOCOL };
         let version = match protocol.agree(hello.protocol) {
             Ok(version) => version,
             Err(mismatch) => {
@@ -194,9 +192,14 @@ impl Receiver {
         }
     }
 
-    /// Returns whether senders of any version can send to this node.
-    fn has_one_process(&self) -> bool {
-        self.parts.processes.is_none() && matches!(self.grants, Grants::Here(_))
+    /// Returns the first version whose senders can send to this node.
+    fn version_min(&self) -> u16 {
+        let has_one_process = self.parts.processes.is_none() && matches!(self.grants, Grants::Here(_));
+        match self.parts.memory.ranks().len() < usize::from(self.parts.memory.n_ranks()) {
+            true => RANKS_VERSION,
+            false if has_one_process => PROTOCOL.min,
+            false => SEVERAL_PROCESSES_VERSION,
+        }
     }
 
     /// Serves stream 0, which makes the link and carries its answers. When stream 0 ends, the link ends.
@@ -323,16 +326,24 @@ impl Drop for LinkEntry<'_> {
     }
 }
 
-/// Returns the layers and the addresses of the other processes of a node.
+/// Returns the layers, the ranks and the addresses of the other processes of a node.
 fn addresses(layout: &KvLayout, processes: &dyn OtherProcesses) -> Vec<ProcessAddress> {
     let n_layers = layout.groups.iter().map(|group| group.layers.len() as u16).sum();
+    let n_ranks = layout.shard.tp_size;
     let address = |process| {
-        let mut layers = (0..n_layers).filter(|layer| processes.of_layer(*layer) == Some(process));
-        let first = layers.next().unwrap_or(n_layers);
-        let layers = first..layers.next_back().unwrap_or(first) + 1;
-        ProcessAddress { layers, endpoint: processes.endpoint(process) }
+        let has = |layer, rank| processes.process_of(layer, rank) == Some(process);
+        let layers = neighbours(n_layers, |layer| (0..n_ranks).any(|rank| has(layer, rank)));
+        let ranks = neighbours(n_ranks, |rank| has(layers.start, rank));
+        ProcessAddress { layers, ranks, endpoint: processes.endpoint(process) }
     };
     (0..processes.n_processes()).map(address).collect()
+}
+
+/// Returns the numbers below `n` that a process has, which are neighbours.
+fn neighbours(n: u16, has: impl Fn(u16) -> bool) -> Range<u16> {
+    let mut numbers = (0..n).filter(|number| has(*number));
+    let first = numbers.next().unwrap_or(n);
+    first..numbers.next_back().unwrap_or(first) + 1
 }
 
 fn log_end(from: impl Display, ended: Result<(), TransferError>) {

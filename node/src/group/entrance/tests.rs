@@ -10,12 +10,13 @@ fn settings(parts: &[(&str, &str)]) -> Fingerprint {
     Fingerprint::new(parts.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())))
 }
 
-/// Returns the head's port for followers, without a socket. Two processes compute stages beside the head.
+/// Returns the head's port for followers, without a socket. Two processes compute beside the head.
 fn entrance(common: Fingerprint) -> Entrance {
     Entrance {
         world: World::seeded(1),
         gate: Gate::new("entrance"),
         common,
+        grid: ProcessGrid::new(3, 3, 2).expect("they divide"),
         layers: StageLayers::one(),
         processes: Arc::new(Mutex::new(vec![None; 2])),
         attempts: mpsc::channel(1).0,
@@ -27,7 +28,7 @@ fn a_refusal_names_both_values_and_what_to_do() {
     let ours = [
         ("executable", "blake3:11"),
         ("model.kv_dtype", "bf16"),
-        ("protocol", "3..6"),
+        ("protocol", "3..7"),
         ("version", "0.1.0"),
         ("weights", "blake3:aa"),
     ];
@@ -43,7 +44,7 @@ fn a_refusal_names_both_values_and_what_to_do() {
             format!("{}: {executable}", differs("executable", "blake3:11", "blake3:22")),
         ),
         ("executable", None, format!("{}: {executable}", differs("executable", "blake3:11", "absent"))),
-        ("protocol", Some("3..7"), format!("{}: {executable}", differs("protocol", "3..6", "3..7"))),
+        ("protocol", Some("3..8"), format!("{}: {executable}", differs("protocol", "3..7", "3..8"))),
         ("version", Some("0.2.0"), format!("{}: {executable}", differs("version", "0.1.0", "0.2.0"))),
         ("a_newer_setting", Some("on"), format!("{}: {rest}", differs("a_newer_setting", "absent", "on"))),
         ("model.kv_dtype", Some("f32"), format!("{}: {rest}", differs("model.kv_dtype", "bf16", "f32"))),
@@ -63,7 +64,8 @@ fn request(place: usize) -> (JoinRequest, DuplexStream) {
     let (reader, writer) = Stream::other(ours).into_split();
     let (out, writing) = outgoing(writer);
     let reader = MessageReader::new(reader);
-    (JoinRequest { place, n_blocks: 8, layers_end: 1, from: FROM.into(), reader, out, writing }, theirs)
+    let (name, from) = (format!("stage {place}"), FROM.into());
+    (JoinRequest { place, name, n_blocks: 8, layers_end: 1, from, reader, out, writing }, theirs)
 }
 
 /// Both requests were read before either process had its place.
@@ -86,8 +88,8 @@ async fn one_of_two_processes_for_a_place_is_refused() {
     assert!(!lost.iter().any(Shutdown::requested), "the processes in the places go on");
     lost[0].trigger();
     entrance.take_place(request(0).0).expect("a lost process leaves its place");
-    let refused = entrance.take_place(request(2).0).expect_err("no such stage");
-    assert_eq!(refused.why, "stage 2 is none of the 2 that other processes compute: `--place` counts from 0");
+    let refused = entrance.take_place(request(2).0).expect_err("no such place");
+    assert_eq!(refused.why, "place 2 is none of the 2 of other processes: `--place` counts from 0");
 }
 
 /// Sends bytes to the head as the first ones of a connection. Returns why the head refuses them, and what it answers.
