@@ -128,7 +128,8 @@ impl Entrance {
                 format!("{other} is there already: end it first, or join another head or `--place`")
             }
             Some(free) => {
-                info!(place, from = %request.from, "process has joined this node");
+                let JoinRequest { from, name, .. } = &request;
+                info!(place, computes = name, %from, "process has joined this node");
                 *free = Some(JoinedProcess::start(request, &self.gate));
                 return Ok(());
             }

@@ -144,7 +144,8 @@ async fn open(
 ) -> Result<Work, GroupError> {
     let FollowerParts { world, gate, config, head, place, .. } = parts;
     let accepted = accepted(reader, head).await?;
-    info!(head, place, blocks = accepted.n_blocks, "process has joined its head");
+    let computes = config.group.grid.name(usize::from(*place));
+    info!(head, place, computes, blocks = accepted.n_blocks, "process has joined its head");
     let n_blocks = accepted.n_blocks;
     let (columns, mates) = exchange(config.group.grid, usize::from(*place), out).unzip();
     let stage = blocking(move || prepared.open(n_blocks, mates).map_err(GroupError::Open)).await?;

@@ -24,6 +24,16 @@ const NAMES: &[&str] = &["etcd", "router", "head", "rank", "prefill", "decode", 
 /// The processes of the decode node.
 const OF_DECODE: &[&str] = &["first", "second", "decode"];
 const MODEL: &str = "qwen2-window";
+
+/// What the two processes of the prefill node compute.
+#[derive(Clone, Copy, Debug)]
+enum Prefill {
+    /// A stage each.
+    StageForEach,
+    /// Ranks of one stage.
+    OneStage,
+}
+
 const TOKENS: u32 = 20;
 /// More prompts than nodes have KV memory for, so that none of them finds all of its KV in a cache.
 const N_PROMPTS: usize = 64;
@@ -138,18 +148,28 @@ impl Cluster {
         self.add(name, role, settings.into_iter().chain(more.iter().cloned()).collect());
     }
 
-    /// Starts the processes of the prefill node and of the decode node.
-    fn add_groups(&self) {
-        self.add_group(("head", "prefill"), "2", &["rank"]);
-        self.add_group(("decode", "decode"), "1", &OF_DECODE[..2]);
+    /// Starts the processes of the prefill node, which have two ranks each, and of the decode node, which have a stage each.
+    fn add_groups(&self, prefill: Prefill) {
+        let (stages, tp) = match prefill {
+            Prefill::StageForEach => (2, 2),
+            Prefill::OneStage => (1, 4),
+        };
+        self.add_group(("head", "prefill"), (stages, tp), &["rank"]);
+        self.add_group(("decode", "decode"), (3, 1), &OF_DECODE[..2]);
     }
 
-    /// Starts a node of several processes. The others compute the first stages.
-    fn add_group(&self, head: (&'static str, &'static str), tp: &str, others: &[&'static str]) {
-        let (name, role) = head;
+    /// Starts a node of several processes.
+    fn add_group(
+        &self,
+        head: (&'static str, &'static str),
+        stages_and_tp: (u16, u16),
+        others: &[&'static str],
+    ) {
+        let ((name, role), (stages, tp)) = (head, stages_and_tp);
         let join = self.addr(name, 7003);
         let group = [
-            ("BATON_MODEL__TP", tp.to_owned()),
+            ("BATON_MODEL__TP", tp.to_string()),
+            ("BATON_EXPERT__MODEL__STAGES", stages.to_string()),
             ("BATON_EXPERT__MODEL__PROCESSES", (1 + others.len()).to_string()),
             ("BATON_EXPERT__MODEL__JOIN", join.clone()),
         ];
@@ -329,10 +349,10 @@ async fn questions() -> Vec<Question> {
 
 /// Returns a cluster whose node of two processes has answered every question, and the questions. There is another
 /// prefill node besides.
-async fn cluster() -> (Cluster, Vec<Question>) {
+async fn cluster(prefill: Prefill) -> (Cluster, Vec<Question>) {
     let questions = questions().await;
     let cluster = Cluster::start();
-    cluster.add_groups();
+    cluster.add_groups(prefill);
     cluster.all_ready().await;
     let asked = questions.iter().map(|question| cluster.ask(question, DEADLINES[1]));
     assert!(join_all(asked).await.iter().all(Result::is_ok), "an answer with no fault");
@@ -357,7 +377,7 @@ async fn every_process_may_fail() {
         eprintln!("hosts need root and iproute2; nothing was tested");
         return;
     }
-    let (cluster, questions) = cluster().await;
+    let (cluster, questions) = cluster(Prefill::OneStage).await;
     let processes_fail = async {
         for name in ["rank", "head", "prefill"] {
             let restarted = if name == "prefill" { &["prefill"][..] } else { &["rank", "head"] };
@@ -408,7 +428,7 @@ async fn bad_cables_between_processes_change_no_token() {
         eprintln!("hosts need root and iproute2; nothing was tested");
         return;
     }
-    let (cluster, questions) = cluster().await;
+    let (cluster, questions) = cluster(Prefill::StageForEach).await;
     let cables_fail = async {
         let (sent, begin) = (cluster.hosts.bytes_sent("rank"), Instant::now());
         let undisturbed = async || sleep(FAULT / 2).await;

@@ -48,9 +48,13 @@ pub(super) fn check(
         let Some(layer) = formats.iter().position(has_blocks) else { continue };
         let mut all = Share::of_all(n_ranks).flat_map(|share| places(config, heads, share));
         if let Some(wrong) = all.find(|places| !places.have_whole_blocks()) {
+            let (part, advice) = match n_ranks {
+                1 => ("it".to_owned(), "use --device cpu"),
+                _ => (format!("its part on each of {n_ranks} GPUs"), "use fewer GPUs or --device cpu"),
+            };
             return Err(OpenError::CudaModel(format!(
-                "model.layers.{layer}.{}.weight has a scale for each block of {FP8_BLOCK} by {FP8_BLOCK}, and its \
-                 part on each of {n_ranks} GPUs does not consist of whole blocks: use fewer GPUs or --device cpu",
+                "model.layers.{layer}.{}.weight has a scale for each block of {FP8_BLOCK} by {FP8_BLOCK}, and {part} \
+                 does not consist of whole blocks: {advice}",
                 wrong.tensor
             )));
         }

@@ -132,9 +132,9 @@ impl PreparedStage {
         share: ProcessShare,
     ) -> Result<Self, OpenError> {
         if share.ranks.len() < usize::from(settings.ranks.get()) {
-            return Err(OpenError::CudaModel(
-                "GPUs of one stage in several processes are not implemented".to_owned(),
-            ));
+            let why = "GPUs of one stage in several processes are not implemented: set expert.model.stages to 0, or \
+                       model.device to \"cpu\"";
+            return Err(OpenError::CudaModel(why.to_owned()));
         }
         let settings = CudaSettings { only: Some(share), ..settings.clone() };
         PreparedModel::of(folder, kv, &settings).map(Self)
@@ -390,6 +390,16 @@ mod tests {
         let error = PreparedStage::prepare(Path::new("/nowhere"), (1 << 20).into(), &settings, share);
         let error = error.expect_err("there are no such GPUs");
         assert!(error.is_no_gpu(), "{error}");
+    }
+
+    #[test]
+    fn gpus_of_one_stage_in_several_processes_are_refused() {
+        let ranks = NonZero::new(4).expect("four");
+        let settings = CudaSettings { ranks, cache: None, ..CudaSettings::default() };
+        let share = ProcessShare { stage: 0, ranks: 2..4 };
+        let error = PreparedStage::prepare(Path::new("/nowhere"), (1 << 20).into(), &settings, share);
+        let error = error.expect_err("they would compute without each other").to_string();
+        assert!(error.starts_with("GPUs of one stage in several processes are not implemented: "), "{error}");
     }
 
     #[test]

@@ -63,10 +63,13 @@ impl Choices {
         Self(lines.filter_map(parsed).collect())
     }
 
-    /// Writes a temporary file and renames it, so that another process sees the whole file or none.
+    /// Adds the choices to the file, in which other processes keep theirs. Writes a temporary file and renames it, so that
+    /// another process sees the whole file or none.
     pub fn write(&self, file: &Path, about: &str) -> io::Result<()> {
+        let mut all = Self::read(file, about).0;
+        all.extend(&self.0);
         let mut text = format!("{about}\n");
-        for (shape, choice) in &self.0 {
+        for (shape, choice) in &all {
             text.push_str(&line(*shape, *choice));
         }
         if let Some(folder) = file.parent() {
@@ -218,6 +221,13 @@ mod tests {
         assert_eq!(read.get(shape(400)), Some(Choice::Many));
         assert_eq!(read.get(rounded), Some(Choice::ManyFp8(ManyFp8Form::Split)));
         assert_eq!(read.get(shape(65)), None);
+        let mut of_other = Choices::default();
+        of_other.keep(shape(128), lt);
+        of_other.keep(shape(64), Choice::Many);
+        of_other.write(&file, "a card, 13.1").unwrap();
+        let both = Choices::read(&file, "a card, 13.1");
+        assert_eq!(both.len(), choices.len() + 1, "the choices of another process stay");
+        assert_eq!((both.get(shape(512)), both.get(shape(64))), (Some(Choice::Many), Some(Choice::Many)));
         assert!(Choices::read(&file, "another card").is_empty());
         assert!(Choices::read(&folder.path().join("none"), "a card, 13.1").is_empty());
     }
