@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use chassis::Shutdown;
+use chassis::config::host_and_port;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use engine::Device;
 use node::{KvMemorySize, ModelKvMemory};
@@ -227,15 +228,8 @@ impl UpArgs {
 
 /// Parses an address: an IP address or a host name, and a port.
 fn address(text: &str) -> Result<String, String> {
-    let is_host_name = |host: &str| {
-        !host.is_empty() && host.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-._".contains(&byte))
-    };
-    let named =
-        text.rsplit_once(':').is_some_and(|(host, port)| is_host_name(host) && port.parse::<u16>().is_ok());
-    if named || text.parse::<std::net::SocketAddr>().is_ok() {
-        return Ok(text.to_owned());
-    }
-    Err("expected HOST:PORT, for example 127.0.0.1:8000, localhost:8000 or [::1]:8000".to_owned())
+    let expected = "expected HOST:PORT, for example 127.0.0.1:8000, localhost:8000 or [::1]:8000";
+    host_and_port(text).map(|_| text.to_owned()).ok_or_else(|| expected.to_owned())
 }
 
 fn ranks() -> clap::builder::RangedI64ValueParser<u16> {

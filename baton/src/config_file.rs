@@ -108,6 +108,15 @@ impl ConfigFile {
         }
     }
 
+    /// Returns the addresses on which the process listens, each after its setting.
+    pub(crate) fn listening(&self) -> Vec<(&'static str, &str)> {
+        match self {
+            Self::Router(config) => config.listening(),
+            Self::Node(config) => config.listening(),
+            Self::Pool(config) => config.listening(),
+        }
+    }
+
     /// Returns the address of the registry that the process connects to; `None` if the process serves the
     /// registry.
     pub(crate) fn registry_url(&self) -> Option<&str> {

@@ -7,7 +7,7 @@ use std::num::NonZero;
 use std::ops::Range;
 use std::time::Duration;
 
-use chassis::config::Shown;
+use chassis::config::{Shown, check_listening};
 use chassis::connections::ConnectionLimits;
 use chassis::identity::settings::{ClusterSection, TlsSection};
 use chassis::telemetry::{LogSection, LogSettings};
@@ -281,6 +281,20 @@ impl TransferSection {
     }
 }
 
+/// The setting of the address where a node of several processes waits for the others.
+pub const JOIN: &str = "expert.model.join";
+
+/// Returns the addresses on which every node listens, each after its setting.
+pub fn listening<'a>(
+    listen: &'a str,
+    admin: &'a str,
+    transfer: &'a TransferSettings,
+) -> Vec<(&'static str, &'a str)> {
+    let own = [("node.listen", listen), ("node.admin", admin), ("transfer.listen", &transfer.listen)];
+    let rdma = ("expert.transfer.rdma_listen", &*transfer.rdma_listen);
+    own.into_iter().chain((!rdma.1.is_empty()).then_some(rdma)).collect()
+}
+
 /// A node's checked configuration.
 #[derive(Clone, Debug)]
 pub struct NodeConfig {
@@ -329,7 +343,7 @@ impl NodeConfig {
         }
         let advertise = node.advertised().map_err(NodeError::Config)?;
         let settings = transfer.settings(&expert.transfer, &node.advertise);
-        Ok(Self {
+        let config = Self {
             id: (!node.id.is_empty()).then(|| NodeId::new(node.id)),
             listen: node.listen,
             admin: node.admin,
@@ -349,7 +363,18 @@ impl NodeConfig {
             connections: expert.connections,
             log: log.settings(&expert.log),
             shown,
-        })
+        };
+        check_listening(&config.listening()).map_err(|error| NodeError::Config(error.to_string()))?;
+        Ok(config)
+    }
+
+    /// Returns the addresses on which the node listens, each after its setting.
+    pub fn listening(&self) -> Vec<(&'static str, &str)> {
+        let mut listening = listening(&self.listen, &self.admin, &self.transfer);
+        if self.group.grid.n_processes() > 1 {
+            listening.push((JOIN, &self.group.listen));
+        }
+        listening
     }
 }
 

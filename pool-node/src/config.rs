@@ -3,13 +3,13 @@
 use std::time::Duration;
 
 use chassis::byte_size::ByteSize;
-use chassis::config::Shown;
+use chassis::config::{Shown, check_listening};
 use chassis::connections::ConnectionLimits;
 use chassis::identity::settings::{ClusterSection, TlsSection};
 use chassis::telemetry::{LogExpertSettings, LogSection, LogSettings};
 use kv_transfer::TransferSettings;
 use node::KvMemorySize;
-use node::config::{NodeSection, RegistrySection, TransferExpertSettings, TransferSection};
+use node::config::{NodeSection, RegistrySection, TransferExpertSettings, TransferSection, listening};
 use serde::{Deserialize, Serialize};
 use types::NodeId;
 
@@ -93,7 +93,7 @@ impl PoolConfig {
             return Err(PoolNodeError::Config("pool.sequences_max must be at least 1".to_owned()));
         }
         let advertise = node.advertised().map_err(PoolNodeError::Config)?;
-        Ok(Self {
+        let config = Self {
             memory: pool.memory,
             model: (!pool.model.is_empty()).then_some(pool.model),
             sequences_max: pool.sequences_max,
@@ -110,7 +110,14 @@ impl PoolConfig {
             connections: expert.connections,
             log: log.settings(&expert.log),
             shown,
-        })
+        };
+        check_listening(&config.listening()).map_err(|error| PoolNodeError::Config(error.to_string()))?;
+        Ok(config)
+    }
+
+    /// Returns the addresses on which the node listens, each after its setting.
+    pub fn listening(&self) -> Vec<(&'static str, &str)> {
+        listening(&self.listen, &self.admin, &self.transfer)
     }
 }
 

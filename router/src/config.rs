@@ -4,6 +4,7 @@ use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use chassis::config::{ListenError, check_listening};
 use chassis::connections::ConnectionLimits;
 use chassis::identity::settings::{ClusterSection, TlsSection};
 use chassis::telemetry::{LogExpertSettings, LogSection, LogSettings};
@@ -288,7 +289,7 @@ impl RouterConfig {
         if policy::by_name(&router.policy).is_none() {
             return Err(unknown("router.policy", router.policy, policy::NAMES));
         }
-        Ok(Self {
+        let config = Self {
             order: order(&router.order)?,
             http: router.http,
             admin: router.admin,
@@ -328,7 +329,20 @@ impl RouterConfig {
             connections: expert.connections,
             log: log.settings(&expert.log),
             shown,
-        })
+        };
+        check_listening(&config.listening())?;
+        Ok(config)
+    }
+
+    /// Returns the addresses on which the router listens, each after its setting.
+    pub fn listening(&self) -> Vec<(&'static str, &str)> {
+        vec![("router.http", &self.http), ("router.admin", &self.admin), ("router.grpc", &self.grpc)]
+    }
+}
+
+impl From<ListenError> for UnknownChoice {
+    fn from(error: ListenError) -> Self {
+        Self { key: error.setting, value: error.address, known: error.wanted }
     }
 }
 

@@ -146,6 +146,12 @@ fn every_file_is_checked_and_every_wrong_one_named() {
         ("wire.toml", "[transfer]\nconnectors = [\"pigeon\"]\n", "\"pigeon\" is not one of auto"),
         ("registry.toml", "[registry]\nurl = \"zk://a\"\n", "is not a registry"),
         ("syntax.toml", "[node\n", "is not TOML"),
+        ("host.toml", "[node]\nlisten = \"7000\"\n", "`node.listen`: \"7000\" is not `host:port`"),
+        (
+            "port.toml",
+            "[router]\nhttp = \"0.0.0.0:9000\"\ngrpc = \"127.0.0.1:9000\"\n",
+            "`router.grpc`: \"127.0.0.1:9000\" is not free: `router.http` has the same port",
+        ),
         ("landings.toml", "[expert.decode]\nlandings_max = 0\n", "landings_max is zero: no KV could arrive"),
         (
             "keys.toml",

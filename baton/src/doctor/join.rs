@@ -31,11 +31,9 @@ pub(super) async fn look(process: &ConfigFile, world: &World) -> Vec<Finding> {
     }
 }
 
-/// Returns the address where this process waits for others, if it is a head.
-pub(super) fn listens(process: &ConfigFile) -> Option<&str> {
-    let ConfigFile::Node(config) = process else { return None };
-    let is_head = config.group.grid.n_processes() > 1 && std::env::var_os(HEAD).is_none();
-    is_head.then_some(config.group.listen.as_str())
+/// Returns whether a node's process waits for the others, instead of joining a head.
+pub(super) fn is_head() -> bool {
+    std::env::var_os(HEAD).is_none()
 }
 
 /// Connects to the head as a follower does.

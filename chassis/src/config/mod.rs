@@ -12,6 +12,7 @@
 //! Durations are integers with the unit in the key (`drain_ms`). Amounts of memory are
 //! [`ByteSize`](crate::byte_size::ByteSize)s.
 
+mod listening;
 mod overrides;
 mod service_links;
 mod shown;
@@ -26,6 +27,7 @@ use serde_json::Value as Json;
 use toml::{Table, Value};
 
 use crate::error::{ConfigError, ConfigProblem, Origin};
+pub use listening::{ListenError, check_listening, host_and_port};
 use overrides::Override;
 pub use shown::{Shown, shown};
 
