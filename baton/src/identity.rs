@@ -99,26 +99,22 @@ pub(crate) fn check(process: &ConfigFile) -> Result<(), IdentityError> {
     }
 }
 
-/// Refuses a node that other machines can reach and that does not authenticate callers.
+/// Refuses a node that other machines can reach and that does not authenticate callers. Its admin port is not checked,
+/// because it has a key of its own.
 pub(crate) fn check_node(config: &NodeConfig) -> Result<(), IdentityError> {
-    let transfer = &config.transfer;
-    let listening = [
-        ("node.listen", &*config.listen),
-        ("transfer.listen", &transfer.listen),
-        ("transfer.rdma_listen", &transfer.rdma_listen),
-    ];
+    let listening = without_admin(config.listening());
     config.cluster.check(&config.tls, Some(&config.registry_url), &listening)
 }
 
-/// Refuses a pool node that other machines can reach and that does not authenticate callers.
+/// The same for a pool node.
 pub(crate) fn check_pool(config: &PoolConfig) -> Result<(), IdentityError> {
-    let transfer = &config.transfer;
-    let listening = [
-        ("node.listen", &*config.listen),
-        ("transfer.listen", &transfer.listen),
-        ("transfer.rdma_listen", &transfer.rdma_listen),
-    ];
+    let listening = without_admin(config.listening());
     config.cluster.check(&config.tls, Some(&config.registry_url), &listening)
+}
+
+fn without_admin<'a>(mut listening: Vec<(&'static str, &'a str)>) -> Vec<(&'static str, &'a str)> {
+    listening.retain(|(setting, _)| *setting != "node.admin");
+    listening
 }
 
 /// Refuses a router that other machines can reach and that does not authenticate nodes. Its HTTP port is not

@@ -300,15 +300,22 @@ async fn kv_of_one_prompt_does_not_land_for_another() {
 
 #[test]
 fn a_process_that_others_reach_needs_a_secret() {
-    for (role, setting, address) in [
-        ("prefill", "BATON_NODE__LISTEN", "0.0.0.0:0"),
-        ("decode", "BATON_TRANSFER__LISTEN", "[::]:0"),
-        ("pool", "BATON_NODE__LISTEN", "0.0.0.0:0"),
-        ("router", "BATON_ROUTER__GRPC", "0.0.0.0:0"),
+    let group: &[_] = &[
+        ("BATON_EXPERT__MODEL__PROCESSES", "2"),
+        ("BATON_EXPERT__MODEL__JOIN", "0.0.0.0:0"),
+        ("BATON_EXPERT__MODEL__JOIN_MS", "100"),
+        ("BATON_MODEL__DEVICE", "cpu"),
+    ];
+    for (role, settings) in [
+        ("prefill", &[("BATON_NODE__LISTEN", "0.0.0.0:0")][..]),
+        ("decode", &[("BATON_TRANSFER__LISTEN", "[::]:0")]),
+        ("pool", &[("BATON_NODE__LISTEN", "0.0.0.0:0")]),
+        ("router", &[("BATON_ROUTER__GRPC", "0.0.0.0:0")]),
+        ("prefill", group),
     ] {
         let output = std::process::Command::new(executable::baton())
             .arg(role)
-            .env(setting, address)
+            .envs(settings.iter().copied())
             .output()
             .expect("baton starts");
         let said = String::from_utf8_lossy(&output.stderr);
