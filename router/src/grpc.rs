@@ -1,10 +1,12 @@
 //! The gRPC API for clients: `baton.v1.Inference` takes text, tokens or a chat and returns steps with their text.
 //!
 //! Suggested reading order: the path of a call (this file); its messages (`request`); the events of its answers
-//! (`events`); errors (`status`); the health of the service (`health`).
+//! (`events`); errors (`status`), also of messages that cannot be read (`client_calls`); the health of the service
+//! (`health`).
 
 #[cfg(test)]
 mod bounds_tests;
+mod client_calls;
 mod events;
 pub(crate) mod health;
 #[cfg(test)]
@@ -40,6 +42,7 @@ use crate::metrics::RouterMetrics;
 use crate::serve::{Detail, Serve};
 use crate::tenants::{Claims, Client};
 use crate::text::{PromptText, RouterModels, ServedModel};
+use client_calls::ClientCalls;
 use events::Events;
 
 /// The metadata with the request's id.
@@ -61,12 +64,12 @@ pub struct GrpcApi {
 
 impl GrpcApi {
     /// Returns the service. A message has at most the bytes of a body over HTTP, also after it is decompressed.
-    pub fn server(self) -> InterceptedService<InferenceServer<Self>, AccessCheck> {
-        let access = AccessCheck(self.clone());
+    pub fn server(self) -> ClientCalls {
+        let (access, api) = (AccessCheck(self.clone()), self.clone());
         let server = InferenceServer::new(self)
             .max_decoding_message_size(BodyLimits::default().bytes_max)
             .accept_compressed(CompressionEncoding::Gzip);
-        InterceptedService::new(server, access)
+        ClientCalls::new(InterceptedService::new(server, access), api)
     }
 
     async fn answer(
@@ -92,8 +95,7 @@ impl GrpcApi {
     }
 
     /// Counts and logs a refusal, as over HTTP.
-    fn refused(&self, error: &RequestError) {
-        let code = http::Code::from(error);
+    fn refused(&self, code: http::Code) {
         self.metrics.refused(code.as_str());
         match code {
             http::Code::Internal => error!(code = code.as_str(), "request failed with an internal error"),
@@ -170,7 +172,7 @@ impl Interceptor for AccessCheck {
                 let id = api.acceptor.request_id(text_of(call.metadata(), REQUEST_ID));
                 Span::current().record("request_id", id.as_str());
                 let error = error.into();
-                api.refused(&error);
+                api.refused(http::Code::from(&error));
                 Err(with_id(status::of(error), &id))
             }
         }
@@ -203,7 +205,7 @@ impl Inference for GrpcApi {
         let id = self.id(&request);
         Span::current().record("request_id", id.as_str());
         let answer = self.answer(request, id.clone()).await;
-        let answer = answer.inspect_err(|error| self.refused(error));
+        let answer = answer.inspect_err(|error| self.refused(http::Code::from(error)));
         match answer.map(Response::new) {
             Ok(mut response) => {
                 response.metadata_mut().insert(REQUEST_ID, value_of(&id));

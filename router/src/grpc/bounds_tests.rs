@@ -41,10 +41,15 @@ async fn a_compressed_call_is_served_and_its_message_is_bounded() {
     let (page, gzip) = (|| Metrics::new("router"), Some(CompressionEncoding::Gzip));
     call(&page(), gzip, "Hi".to_owned()).await.expect("served");
     let too_large = || "a".repeat(BodyLimits::default().bytes_max);
-    let refused = call(&page(), gzip, too_large()).await.expect_err("a bomb of some kilobytes");
-    assert_eq!(refused.code(), Code::ResourceExhausted, "{refused}");
-    let refused = call(&page(), None, too_large()).await.expect_err("too large");
-    assert_eq!(refused.code(), Code::OutOfRange, "{refused}");
+    for (encoding, code) in [(gzip, Code::ResourceExhausted), (None, Code::OutOfRange)] {
+        let page = page();
+        let refused = call(&page, encoding, too_large()).await.expect_err("too large, compressed or not");
+        assert_eq!(refused.code(), code, "{refused}");
+        assert_eq!(refused.metadata().get("baton-code").expect("a code"), "body_too_large");
+        assert!(refused.metadata().contains_key(REQUEST_ID), "{refused}");
+        let counted = "baton_router_refusals_total{code=\"body_too_large\"} 1";
+        assert!(page.page().contains(counted), "{}", page.page());
+    }
 }
 
 #[tokio::test(start_paused = true)]

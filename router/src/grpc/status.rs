@@ -9,13 +9,23 @@ use crate::error::{AcceptError, RequestError, ServeError, whole_seconds};
 use crate::http;
 
 /// The metadata with the error code of `docs/errors.md`, which HTTP has in its body.
-const CODE: &str = "baton-code";
+pub(super) const CODE: &str = "baton-code";
 
 /// Makes the status of a request that was not begun.
 pub(super) fn of(error: RequestError) -> Status {
     match error {
         RequestError::Accept(error) => refused(&error.renamed(name_of)),
         RequestError::Serve(error) => failed(&error),
+    }
+}
+
+/// Returns the code of a call that the gRPC library refuses: its message is too large, has an unknown compression, or is
+/// none.
+pub(super) fn unread(code: Code) -> http::Code {
+    match code {
+        Code::OutOfRange | Code::ResourceExhausted => http::Code::BodyTooLarge,
+        Code::Unimplemented => http::Code::UnsupportedParameter,
+        _ => http::Code::InvalidValue,
     }
 }
 
