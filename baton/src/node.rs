@@ -156,7 +156,14 @@ pub(crate) async fn bind(world: &World, addr: &str) -> Result<Box<dyn Listener>,
 
 /// Makes the gRPC services of a role. A node with both roles has both services over one worker and one pool.
 fn services(role: Role, parts: &NodeParts, decode: &DecodeExpertSettings) -> Result<Routes, StartError> {
-    let (mut routes, _health) = chassis::rpc::standard_services(&[proto::FILE_DESCRIPTOR_SET])?;
+    let prefill = role.prefills().then_some(proto::v1::prefill_server::SERVICE_NAME);
+    let decode_service = role.decodes().then_some(proto::v1::decode_server::SERVICE_NAME);
+    let own: Vec<_> = [proto::v1::node_status_server::SERVICE_NAME]
+        .into_iter()
+        .chain(prefill)
+        .chain(decode_service)
+        .collect();
+    let (mut routes, _health) = chassis::rpc::standard_services(&[proto::FILE_DESCRIPTOR_SET], &own)?;
     if role.prefills() {
         routes = routes.add_service(PrefillService::new(parts.clone()).server());
     }

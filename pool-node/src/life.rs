@@ -68,8 +68,9 @@ pub async fn live(life: Life<'_>) -> Result<(), PoolNodeError> {
     let parts = PoolParts::build(&id, config, model, world, &metrics).await?;
 
     let draining = Shutdown::new();
-    let (services, _health) =
-        chassis::rpc::standard_services(&[proto::FILE_DESCRIPTOR_SET]).map_err(PoolNodeError::Services)?;
+    let own = [proto::v1::pool_server::SERVICE_NAME, proto::v1::node_status_server::SERVICE_NAME];
+    let (services, _health) = chassis::rpc::standard_services(&[proto::FILE_DESCRIPTOR_SET], &own)
+        .map_err(PoolNodeError::Services)?;
     let services = services.add_service(PoolService::new(parts.clone()).server());
     let standings = Standings::default();
     let status = StatusService::new(StatusParts {

@@ -451,7 +451,9 @@ async fn bind(world: &World, addr: &str) -> Result<(Box<dyn Listener>, SocketAdd
 /// Returns the gRPC services: generation for clients, the registry for nodes, health and reflection for all
 /// callers.
 async fn routes(embedded: Option<&MemoryRegistry>, api: GrpcApi, shutdown: &Shutdown, gate: &Gate) -> Routes {
-    let (routes, health) = chassis::rpc::standard_services(&[proto::FILE_DESCRIPTOR_SET])
+    let bootstrap = embedded.map(|_| proto::v1::bootstrap_server::SERVICE_NAME);
+    let own: Vec<_> = [proto::v1::inference_server::SERVICE_NAME].into_iter().chain(bootstrap).collect();
+    let (routes, health) = chassis::rpc::standard_services(&[proto::FILE_DESCRIPTOR_SET], &own)
         .expect("our own descriptors are well-formed");
     let following = grpc::health::follow(health.clone(), api.serve.clone(), shutdown.clone());
     spawn_guarded(gate, "grpc health", following).detach();

@@ -120,15 +120,17 @@ async fn services(address: &str) -> Vec<String> {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn every_process_describes_its_services() {
     let up = Up::start(&[]).await;
+    let standard = [
+        "grpc.health.v1.Health",
+        "grpc.reflection.v1.ServerReflection",
+        "grpc.reflection.v1alpha.ServerReflection",
+    ];
+    let with_standard = |own: [&'static str; 2]| [&standard[..], &own].concat();
     let router = services(&up.grpc.to_string()).await;
-    for name in ["baton.v1.Inference", "baton.v1.Bootstrap", "grpc.health.v1.Health"] {
-        assert!(router.iter().any(|service| service == name), "{name} in {router:?}");
-    }
+    assert_eq!(router, with_standard(["baton.v1.Inference", "baton.v1.Bootstrap"]));
     for node in up.nodes().await {
         let services = services(&node.address).await;
         let own = if node.role == "prefill" { "baton.v1.Prefill" } else { "baton.v1.Decode" };
-        for name in [own, "baton.v1.NodeStatus", "grpc.health.v1.Health"] {
-            assert!(services.iter().any(|service| service == name), "{name} in {services:?}");
-        }
+        assert_eq!(services, with_standard(["baton.v1.NodeStatus", own]));
     }
 }

@@ -51,6 +51,13 @@ const STREAM_WINDOW: u32 = 256 << 10;
 /// are slow, and then all other calls to the peer wait too.
 const CONNECTION_WINDOW: u32 = (1 << 31) - 1;
 
+/// The services that every server has, for reflection's list.
+const STANDARD_SERVICES: [&str; 3] = [
+    tonic_health::pb::health_server::SERVICE_NAME,
+    tonic_reflection::pb::v1::server_reflection_server::SERVICE_NAME,
+    tonic_reflection::pb::v1alpha::server_reflection_server::SERVICE_NAME,
+];
+
 /// The limits of one client. The server's limits are [`ServerLimits`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RpcLimits {
@@ -143,12 +150,20 @@ pub async fn serve(
 
 /// Makes the services of every gRPC server: health, and reflection (v1 and v1alpha) over `file_descriptor_sets`.
 ///
-/// The caller adds its own services to the routes, and reports to the reporter when they serve.
-pub fn standard_services(file_descriptor_sets: &[&[u8]]) -> Result<(Routes, HealthReporter), StartError> {
+/// The caller adds its own services to the routes, and reports to the reporter when they serve. Reflection lists them by
+/// the names in `own`, and no others of the sets.
+pub fn standard_services(
+    file_descriptor_sets: &[&[u8]],
+    own: &[&str],
+) -> Result<(Routes, HealthReporter), StartError> {
     let reflection = || {
         let builder = Reflection::configure()
             .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET);
-        file_descriptor_sets.iter().fold(builder, |all, set| all.register_encoded_file_descriptor_set(set))
+        let described = file_descriptor_sets
+            .iter()
+            .fold(builder, |all, set| all.register_encoded_file_descriptor_set(set));
+        let listed = STANDARD_SERVICES.iter().chain(own);
+        listed.fold(described, |all, service| all.with_service_name(*service))
     };
     let described = |error: ReflectionError| StartError::Reflection(error);
     let (reporter, health) = health_reporter();

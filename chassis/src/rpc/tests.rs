@@ -71,7 +71,7 @@ impl Served {
 }
 
 fn routes() -> Routes {
-    standard_services(&[]).expect("described").0
+    standard_services(&[], &[]).expect("described").0
 }
 
 /// Routes that call `see` before every handler.
@@ -141,7 +141,7 @@ async fn protocol_refusals_table() {
 
 #[tokio::test]
 async fn the_health_of_a_peer_is_asked() {
-    let (routes, reporter) = standard_services(&[]).expect("described");
+    let (routes, reporter) = standard_services(&[], &[]).expect("described");
     let served = Served::start(routes, ServerLimits::default()).await;
     let ask = async || {
         let channel = channel(&World::real(), &served.addr, ExpectedPeer::Registry, RpcLimits::default());
@@ -229,7 +229,7 @@ async fn services_describe_themselves() {
 
 #[test]
 fn a_broken_description_is_refused_at_start() {
-    let error = standard_services(&[b"junk"]).map(drop).expect_err("not a descriptor set");
+    let error = standard_services(&[b"junk"], &[]).map(drop).expect_err("not a descriptor set");
     assert_eq!(error.to_string(), "describe services");
 }
 

@@ -250,7 +250,7 @@ async fn run_here(
 
 fn services(role: Role, parts: &NodeParts, config: &NodeConfig) -> Routes {
     // A node that changes its role asks the health of others.
-    let (mut services, _health) = chassis::rpc::standard_services(&[]).expect("described");
+    let (mut services, _health) = chassis::rpc::standard_services(&[], &[]).expect("described");
     if role.prefills() {
         services = services.add_service(PrefillService::new(parts.clone()).server());
     }
