@@ -1,14 +1,20 @@
 //! The provider's keys by URL: fetched at intervals, and soon after a token names a key that is not known.
 
+use std::error::Error;
+use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
 use http::Uri;
+use http::uri::Scheme;
 use http_body_util::{BodyExt as _, Empty, Limited};
-use hyper_rustls::HttpsConnector;
 use hyper_util::client::legacy::Client;
-use hyper_util::client::legacy::connect::HttpConnector;
-use hyper_util::rt::TokioExecutor;
+use hyper_util::client::legacy::connect::proxy::Tunnel;
+use hyper_util::client::legacy::connect::{Connect, HttpConnector};
+use hyper_util::client::proxy::matcher::Matcher;
+use hyper_util::rt::{TokioExecutor, TokioIo};
+use tokio::net::TcpStream;
+use tower::Service as _;
 use tracing::{error, info};
 use types::in_full;
 
@@ -39,7 +45,7 @@ impl Default for FetchTimes {
 /// Fetches the keys until the future is dropped. After an error the provider's previous keys stay in use, and the
 /// keys are fetched again after the pause.
 pub(in crate::tenants) async fn follow(oidc: &Oidc, url: &Uri, times: FetchTimes, metrics: &RouterMetrics) {
-    let client = client();
+    let client = client(Matcher::from_env());
     let mut last = Ok(oidc.keys().text_hash());
     loop {
         let fetched = fetch(&client, url).await;
@@ -65,16 +71,41 @@ pub(in crate::tenants) async fn follow(oidc: &Oidc, url: &Uri, times: FetchTimes
     }
 }
 
-type KeysClient = Client<HttpsConnector<HttpConnector>, Empty<Bytes>>;
-
 /// Makes a client that trusts the machine's authorities, or those that browsers trust if the machine has none.
-fn client() -> KeysClient {
-    let connector = trust::tls().https_or_http().enable_http1().build();
+fn client(proxies: Matcher) -> Client<impl Connect + Clone + Send + Sync + 'static, Empty<Bytes>> {
+    let mut tcp = HttpConnector::new();
+    tcp.enforce_http(false);
+    let proxies = Arc::new(proxies);
+    let connector = tower::service_fn(move |to| connect(tcp.clone(), Arc::clone(&proxies), to));
+    let connector = trust::tls().https_or_http().enable_http1().wrap_connector(connector);
     Client::builder(TokioExecutor::new()).pool_max_idle_per_host(0).build(connector)
 }
 
+/// Connects to a provider: through a tunnel of its proxy, if it has one. `http` is on this machine, and has none.
+async fn connect(
+    mut tcp: HttpConnector,
+    proxies: Arc<Matcher>,
+    to: Uri,
+) -> Result<TokioIo<TcpStream>, Box<dyn Error + Send + Sync>> {
+    let proxy = proxies.intercept(&to).filter(|_| to.scheme() == Some(&Scheme::HTTPS));
+    let Some(proxy) = proxy else { return Ok(tcp.call(to).await?) };
+    let address = proxy.uri().clone();
+    if address.scheme() != Some(&Scheme::HTTP) {
+        return Err(format!("the proxy {address} is not supported: it must begin with http://").into());
+    }
+    let tunnel = Tunnel::new(address.clone(), tcp);
+    let mut tunnel = match proxy.basic_auth() {
+        Some(authorization) => tunnel.with_auth(authorization.clone()),
+        None => tunnel,
+    };
+    tunnel.call(to).await.map_err(|error| format!("the proxy {address}: {}", in_full(&error)).into())
+}
+
 /// Fetches the keys once. An error is its reason.
-async fn fetch(client: &KeysClient, url: &Uri) -> Result<KeySet, String> {
+async fn fetch(
+    client: &Client<impl Connect + Clone + Send + Sync + 'static, Empty<Bytes>>,
+    url: &Uri,
+) -> Result<KeySet, String> {
     let whole = async {
         let response = client.get(url.clone()).await.map_err(|error| in_full(&error))?;
         if !response.status().is_success() {

@@ -6,6 +6,7 @@ use axum::Router;
 use axum::routing::get;
 use chassis::metrics::Metrics;
 use serde_json::json;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpListener;
 use tokio::time::Instant;
 
@@ -128,4 +129,37 @@ async fn unknown_keys_cause_few_fetches() {
         assert!(server.n_fetches() <= n_before + 1, "{} fetches", server.n_fetches());
     })
     .await;
+}
+
+/// Answers one connection like a proxy that refuses, and returns the head of its request.
+async fn refusing_proxy(listener: &TcpListener) -> String {
+    let (mut stream, _) = listener.accept().await.expect("a connection");
+    let mut head = Vec::new();
+    while !head.ends_with(b"\r\n\r\n") {
+        head.push(stream.read_u8().await.expect("a head"));
+    }
+    stream.write_all(b"HTTP/1.1 403 Forbidden\r\n\r\n").await.expect("written");
+    String::from_utf8(head).expect("ASCII")
+}
+
+#[tokio::test]
+async fn https_goes_through_the_proxy_and_http_on_this_machine_does_not() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+    let proxy = listener.local_addr().expect("bound");
+    let proxies = || Matcher::builder().all(format!("http://user:secret@{proxy}")).no("127.0.0.1").build();
+    let ask = async |url: &'static str| fetch(&client(proxies()), &Uri::from_static(url)).await;
+    let (head, asked) = tokio::join!(refusing_proxy(&listener), ask("https://keys.example/keys"));
+    assert!(head.starts_with("CONNECT keys.example:443 "), "{head}");
+    assert!(head.to_lowercase().contains("proxy-authorization: basic "), "{head}");
+    let reason = asked.map(drop).expect_err("the proxy refuses");
+    assert!(reason.contains(&format!("the proxy http://{proxy}/")) && !reason.contains("secret"), "{reason}");
+
+    for direct in ["http://127.0.0.1:1/keys", "https://127.0.0.1:1/keys"] {
+        let reason = ask(direct).await.map(drop).expect_err("there is no such server");
+        assert!(!reason.contains("proxy"), "{reason}");
+    }
+    let other = client(Matcher::builder().https("https://p.example").build());
+    let reason =
+        fetch(&other, &Uri::from_static("https://keys.example")).await.map(drop).expect_err("refused");
+    assert!(reason.contains("https://p.example/ is not supported"), "{reason}");
 }
