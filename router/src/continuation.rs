@@ -240,9 +240,8 @@ impl Continuation {
 
     /// Counts the failure of a decode node, or between the nodes of its KV, and goes on without it.
     fn failed(&mut self, failure: Failure, call: &DecodeCall) -> Result<State, ServeError> {
-        let now = self.dispatch.parts().world.now();
         let route = call.arriving_on();
-        self.dispatch.breakers().failed(&failure.node, &failure.refusal, route.as_ref(), now);
+        self.dispatch.count_failure(&failure, route.as_ref(), self.prompt.deadline);
         self.restarting(failure.into())
     }
 

@@ -40,6 +40,8 @@ pub(crate) use held::HeldKv;
 /// The pauses before a prompt tries again when every node's queue is full, or no node is usable. They double
 /// from the first value to the last.
 const FULL_AGAIN: std::ops::RangeInclusive<Duration> = Duration::from_millis(5)..=Duration::from_millis(200);
+/// How long before a request's deadline the nodes may find it passed: they get the time left in whole milliseconds.
+const LATE: Duration = Duration::from_millis(10);
 
 /// Which nodes compute a prompt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -189,7 +191,7 @@ impl Dispatch {
     async fn first_step(&self, asked: FirstStepAsk<'_>) -> Result<StartedRequest, ServeError> {
         let FirstStepAsk { ask, permit, record } = asked;
         let progress = if ask.prompt.n_generated == 0 { Progress::New } else { Progress::Begun };
-        let mut tries = Attempts::new(self, progress, record);
+        let mut tries = Attempts::new(self, progress, ask.prompt.deadline, record);
         if let Some(permit) = permit {
             tries.began = permit.entered;
         }
@@ -321,6 +323,19 @@ impl Dispatch {
         StartedRequest { model: prompt.model.clone(), first, prompt_logprobs, usage, rest }
     }
 
+    /// Counts a failure of a node, or between the nodes of `route`.
+    pub(crate) fn count_failure(&self, failure: &Failure, route: Option<&Route>, deadline: Deadline) {
+        if !self.is_late(deadline) {
+            self.breakers.failed(&failure.node, &failure.refusal, route, self.parts.world.now());
+        }
+    }
+
+    /// Returns whether a failure may be that of the deadline, at which nodes end calls and landings. It says nothing about
+    /// the nodes then: clients choose deadlines.
+    fn is_late(&self, deadline: Deadline) -> bool {
+        self.parts.world.left(deadline) < LATE
+    }
+
     fn client(&self, node: &NodeInfo) -> Result<NodeClient, Failure> {
         self.parts.cluster.client(&node.id).ok_or_else(|| Failure::gone(node))
     }
@@ -427,6 +442,7 @@ struct Attempts<'a> {
     began: Instant,
     pause: Duration,
     progress: Progress,
+    deadline: Deadline,
 }
 
 /// A chosen route, whose nodes count the prompt.
@@ -444,7 +460,12 @@ enum Progress {
 }
 
 impl<'a> Attempts<'a> {
-    fn new(dispatch: &'a Dispatch, progress: Progress, record: &'a RequestRecord) -> Self {
+    fn new(
+        dispatch: &'a Dispatch,
+        progress: Progress,
+        deadline: Deadline,
+        record: &'a RequestRecord,
+    ) -> Self {
         let parts = &dispatch.parts;
         let attempts_left = parts.budget.attempts_max;
         Self {
@@ -456,6 +477,7 @@ impl<'a> Attempts<'a> {
             began: parts.world.now(),
             pause: *FULL_AGAIN.start(),
             progress,
+            deadline,
         }
     }
 
@@ -510,7 +532,7 @@ impl<'a> Attempts<'a> {
 
     /// Counts a failure of a node, or between the nodes of `route`. Returns an error if no attempt is left.
     async fn failed(&mut self, failure: Failure, route: Option<&Route>) -> Result<(), ServeError> {
-        self.dispatch.breakers.failed(&failure.node, &failure.refusal, route, self.parts.world.now());
+        self.dispatch.count_failure(&failure, route, self.deadline);
         let kind = failure.refusal.kind;
         self.parts.metrics.retries.with_label_values(&[kind.code()]).inc();
         self.record.note(RequestEvent::Failed { node: failure.node.id.clone(), code: kind.code() });

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use tokio::time::Instant;
 use tracing::{info, warn};
-use types::{BlockHash, Destination, Landing, NodeInfo, Prompt, RefusalKind, TransferId};
+use types::{BlockHash, Deadline, Destination, Landing, NodeInfo, Prompt, RefusalKind, TransferId};
 
 use super::{Attempts, Chosen, Dispatch, Progress, StartedRequest, StepSource};
 use crate::breaker::Trial;
@@ -65,7 +65,7 @@ impl Dispatch {
             match self.store(ask, prefill, &keeper, record).await {
                 Err(failure) if failure.node.id == keeper.id => {
                     record.enter_part(Part::PrefillCall);
-                    self.fall_back(&failure, record);
+                    self.fall_back(&failure, ask.prompt.deadline, record);
                 }
                 started => return started,
             }
@@ -129,10 +129,13 @@ impl Dispatch {
 
     /// Counts a prompt that the pool did not accept. The first failure of a pool node since its last report
     /// is logged.
-    fn fall_back(&self, failure: &Failure, record: &RequestRecord) {
+    fn fall_back(&self, failure: &Failure, deadline: Deadline, record: &RequestRecord) {
         let kind = failure.refusal.kind;
         record.note(RequestEvent::Failed { node: failure.node.id.clone(), code: kind.code() });
         self.parts.metrics.pool_fallbacks.with_label_values(&[kind.code()]).inc();
+        if self.is_late(deadline) {
+            return;
+        }
         let (node, refusal) = (&failure.node.id, &failure.refusal);
         match (self.parts.cluster.suspect(node), kind) {
             (true, RefusalKind::Full | RefusalKind::Draining) => {
@@ -151,7 +154,7 @@ impl Dispatch {
     ) -> Result<DecodeCall, ServeError> {
         let _waiting = self.stages.enter(WaitStage::Deliver, record);
         self.wait_until_stored(&mut held).await.map_err(|failure| self.lost(&held, failure, record))?;
-        let mut tries = Attempts::new(self, Progress::Begun, record);
+        let mut tries = Attempts::new(self, Progress::Begun, held.prompt.deadline, record);
         let (prompt, hashes) = (held.prompt.clone(), Arc::clone(&held.hashes));
         let by = Arc::clone(&held.by);
         let ask = Ask {
@@ -203,7 +206,7 @@ impl Dispatch {
     fn lost(&self, held: &HeldKv, failure: Failure, record: &RequestRecord) -> ServeError {
         let is_pools = matches!(held.how, KvHolder::InPool { .. }) && failure.node.id == held.by.id;
         if is_pools {
-            self.fall_back(&failure, record);
+            self.fall_back(&failure, held.prompt.deadline, record);
         }
         failure.into()
     }

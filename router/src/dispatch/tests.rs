@@ -529,3 +529,21 @@ async fn a_node_whose_work_fails_gets_no_work_until_one_request_succeeds_there()
     }
     assert!(bad.prompts().len() > before, "the node gets work again");
 }
+
+/// Landings end at their prompts' deadlines, which clients choose.
+#[tokio::test(start_paused = true)]
+async fn a_failure_at_the_deadline_says_nothing_about_the_nodes() {
+    for (deadline, n_failing) in [(Duration::from_millis(5), 0), (Duration::from_secs(4), 1)] {
+        let (p, d) = (
+            prefill("p", &[FakeResponse::Serve]),
+            decode("d", &[FakeResponse::Refuse(RefusalKind::Landing)]),
+        );
+        let test_cluster = test_cluster(Order::DecodeFirst, &[&p, &d]).await;
+        let deadline = test_cluster.world.deadline_in(deadline);
+        let prompt = Prompt { deadline, ..test_cluster.prompt(6) };
+        test_cluster.answer_of(prompt).await.expect_err("the landing is lost");
+        let breakers = test_cluster.dispatch.breakers();
+        assert_eq!(breakers.paths().len(), n_failing, "{:?}", breakers.paths());
+        assert_eq!(breakers.of(&d.info).is_some(), n_failing > 0);
+    }
+}

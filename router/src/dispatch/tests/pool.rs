@@ -67,6 +67,18 @@ async fn a_pool_node_that_failed_is_not_asked_at_once() {
     assert_eq!(k.received().len(), 1);
 }
 
+/// The next prompt is stored on the pool node all the same: the deadline was the client's choice.
+#[tokio::test(start_paused = true)]
+async fn a_pool_node_that_ends_a_prompt_at_its_deadline_has_not_failed() {
+    let (p, d) = (prefill("p", &[FakeResponse::Serve]), decode("d", &[FakeResponse::Serve]));
+    let k = pool("k", &[FakeResponse::Refuse(RefusalKind::Landing), FakeResponse::Serve]);
+    let test_cluster = test_cluster(Order::PrefillFirst, &[&p, &d, &k]).await;
+    let deadline = test_cluster.world.deadline_in(Duration::from_millis(5));
+    let _ = test_cluster.answer_of(Prompt { deadline, ..test_cluster.prompt(6) }).await;
+    test_cluster.serves(6).await;
+    assert_eq!(k.received().last().map(String::as_str), Some("fetch, Serve"), "{:?}", k.received());
+}
+
 /// Stored KV that is lost or corrupt is computed again. The client already has its first token then.
 #[tokio::test(start_paused = true)]
 async fn kv_that_the_pool_lost_is_computed_again() {
