@@ -93,6 +93,9 @@ pub fn not_a_model(path: &Path) -> Option<String> {
         }
         Ok(_) => {}
     }
+    if let Some(why) = models::needed::without_contents(path) {
+        return Some(why);
+    }
     match File::open(path.join("config.json")) {
         Ok(_) => None,
         Err(error) if error.kind() == ErrorKind::NotFound => {

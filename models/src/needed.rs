@@ -1,7 +1,8 @@
 //! Selects the files of a repository that a router and a node read.
 
 use std::collections::BTreeSet;
-use std::fs;
+use std::fs::{self, File};
+use std::io::{ErrorKind, Read as _};
 use std::path::Path;
 
 use serde::Deserialize;
@@ -75,6 +76,31 @@ pub(crate) fn is_complete(snapshot: &Path) -> bool {
     there(CONFIG) && (there(WEIGHTS) || has_shards())
 }
 
+/// The beginning of the file that Git has in place of a large one.
+const LFS_POINTER: &[u8] = b"version https://git-lfs";
+
+/// Returns the reason why a small file in a model's folder has no contents here: it is a link to nowhere, as in a snapshot
+/// without the rest of the hub's cache, or a pointer of Git LFS. Weights are not looked at, because a router needs none.
+pub fn without_contents(folder: &Path) -> Option<String> {
+    SMALL.into_iter().map(|name| folder.join(name)).find_map(|path| match File::open(&path) {
+        Ok(file) => {
+            let mut begin = Vec::new();
+            let is_read = file.take(LFS_POINTER.len() as u64).read_to_end(&mut begin).is_ok();
+            (is_read && begin == LFS_POINTER).then(|| {
+                format!("{} is a pointer of Git LFS: `git lfs pull` downloads the file", path.display())
+            })
+        }
+        Err(error) => {
+            let target = fs::read_link(&path).ok().filter(|_| error.kind() == ErrorKind::NotFound)?;
+            Some(format!(
+                "{} is a link to {}, which is not there: a snapshot of a hub's cache needs the cache's folder `blobs` too",
+                path.display(),
+                target.display()
+            ))
+        }
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -103,6 +129,23 @@ mod tests {
         let nowhere = Path::new("/nowhere");
         assert_eq!(weights(nowhere, &there), Some(BTreeSet::from(["model.safetensors".to_owned()])));
         assert_eq!(weights(nowhere, &BTreeSet::from(["pytorch_model.bin".to_owned()])), None);
+    }
+
+    #[test]
+    fn links_to_nowhere_and_pointers_of_git_are_named() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = |name: &str| folder.path().join(name);
+        fs::write(path("blob"), "{}").expect("written");
+        std::os::unix::fs::symlink("blob", path(CONFIG)).expect("linked");
+        std::os::unix::fs::symlink("../away", path(WEIGHTS)).expect("linked");
+        assert_eq!(without_contents(folder.path()), None, "a link that leads to a file, and weights");
+        std::os::unix::fs::symlink("../blobs/4d7a", path("tokenizer.json")).expect("linked");
+        let why = without_contents(folder.path()).expect("its target is absent");
+        assert!(why.contains("tokenizer.json is a link to ../blobs/4d7a, which is not there"), "{why}");
+        fs::write(path("generation_config.json"), "version https://git-lfs.github.com/spec/v1\nsize 9\n")
+            .expect("written");
+        let why = without_contents(folder.path()).expect("it is a pointer");
+        assert!(why.contains("generation_config.json is a pointer of Git LFS: `git lfs pull`"), "{why}");
     }
 
     #[test]

@@ -219,9 +219,13 @@ fn put(folder: &TempDir, name: &str, text: &str) {
 
 #[test]
 fn what_is_no_model_is_refused_with_a_sentence_of_its_own() {
-    let [gguf, bare, other, looped] = [(); 4].map(|()| tempfile::tempdir().expect("a folder"));
+    let [gguf, bare, other, looped, snapshot, clone] =
+        [(); 6].map(|()| tempfile::tempdir().expect("a folder"));
     // A config.json that is there and cannot be read, also by root.
     std::os::unix::fs::symlink("config.json", looped.path().join("config.json")).expect("linked");
+    std::os::unix::fs::symlink("../blobs/4d7a", snapshot.path().join("config.json")).expect("linked");
+    put(&clone, "config.json", "{}");
+    put(&clone, "tokenizer.json", "version https://git-lfs.github.com/spec/v1\nsize 9\n");
     put(&gguf, "model-q4.gguf", "GGUF");
     put(&bare, "README.md", "read me");
     put(&other, "config.json", "{\"architectures\": [\"GptForCausalLM\"]}");
@@ -233,6 +237,8 @@ fn what_is_no_model_is_refused_with_a_sentence_of_its_own() {
         (path(&bare, "README.md"), true, "is a file: a model is a folder"),
         (path(&bare, "absent"), true, "absent: No such file or directory"),
         (path(&looped, ""), true, "config.json: Too many levels of symbolic links"),
+        (path(&snapshot, ""), true, "config.json is a link to ../blobs/4d7a, which is not there"),
+        (path(&clone, ""), true, "tokenizer.json is a pointer of Git LFS: `git lfs pull` downloads the file"),
         (
             path(&other, ""),
             false,
