@@ -1,7 +1,7 @@
 //! The server's side of Baton's headers.
 
 use std::pin::Pin;
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use axum::body::{Body, Bytes, HttpBody};
@@ -10,6 +10,8 @@ use axum::middleware::Next;
 use axum::response::Response;
 use http::{HeaderMap, HeaderValue};
 use http_body_util::{BodyExt as _, LengthLimitError, Limited};
+use hyper::body::{Frame, SizeHint};
+use tokio::time::Sleep;
 use tonic::{Code, Status};
 use tracing::{Instrument, Span, warn};
 use types::node::{MESSAGE_BYTES_MAX, PROTOCOL};
@@ -22,11 +24,15 @@ use crate::world::World;
 
 /// The timeout for the message of a signed call.
 const MESSAGE_WITHIN: Duration = Duration::from_secs(10);
+/// The timeout for the message of any other call, as long as for a body over HTTP.
+pub(super) const CLIENT_MESSAGE_WITHIN: Duration = Duration::from_secs(30);
 /// The largest body: the largest message and gRPC's prefix of five bytes.
 const BODY_BYTES_MAX: usize = MESSAGE_BYTES_MAX + 5;
 /// Prefixes of the services that clients may call without a signature. All other services are for Baton's
 /// processes.
-const FOR_CLIENTS: [&str; 3] = ["/baton.v1.Inference/", "/grpc.health.v1.Health/", "/grpc.reflection."];
+const FOR_CLIENTS: [&str; 3] = ["/baton.v1.Inference/", "/grpc.health.v1.Health/", REFLECTION];
+/// The only service whose calls may have many messages, at any time.
+const REFLECTION: &str = "/grpc.reflection.";
 
 /// The check of callers on one server: their signatures, and the address that they dialled.
 #[derive(Clone, Debug)]
@@ -118,6 +124,9 @@ pub(super) async fn receive(State(callers): State<Callers>, request: Request, ne
     if let Some(id) = request_id {
         request.extensions_mut().insert(id);
     }
+    if !request.uri().path().starts_with(REFLECTION) {
+        request = request.map(|body| Body::new(TimedMessage::new(body)));
+    }
     let response = next.run(request).instrument(span.clone()).await;
     mark_error(&span, response.headers());
     response.map(|body| Body::new(SpannedBody { body, span }))
@@ -175,6 +184,45 @@ fn agree(headers: &HeaderMap) -> Result<(), Status> {
     }
 }
 
+/// The body of a call with one message. It fails if it has not ended in time, so that callers which send a part hold nothing.
+pub(super) struct TimedMessage {
+    body: Body,
+    late: Pin<Box<Sleep>>,
+}
+
+impl TimedMessage {
+    pub(super) fn new(body: Body) -> Self {
+        Self { body, late: Box::pin(tokio::time::sleep(CLIENT_MESSAGE_WITHIN)) }
+    }
+}
+
+impl HttpBody for TimedMessage {
+    type Data = Bytes;
+    type Error = Status;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
+        if let Poll::Ready(frame) = Pin::new(&mut self.body).poll_frame(cx) {
+            return Poll::Ready(frame.map(|frame| frame.map_err(|error| Status::from_error(error.into()))));
+        }
+        ready!(self.late.as_mut().poll(cx));
+        let waited = CLIENT_MESSAGE_WITHIN.as_secs();
+        Poll::Ready(Some(Err(Status::deadline_exceeded(format!(
+            "the call's message did not arrive within {waited} s"
+        )))))
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
+    }
+}
+
 /// A body that is polled in the request's span. The span ends when the body is dropped.
 struct SpannedBody {
     body: Body,
@@ -188,7 +236,7 @@ impl HttpBody for SpannedBody {
     fn poll_frame(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<hyper::body::Frame<Bytes>, axum::Error>>> {
+    ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
         let this = &mut *self;
         let _entered = this.span.enter();
         let frame = Pin::new(&mut this.body).poll_frame(cx);
@@ -204,7 +252,7 @@ impl HttpBody for SpannedBody {
         self.body.is_end_stream()
     }
 
-    fn size_hint(&self) -> hyper::body::SizeHint {
+    fn size_hint(&self) -> SizeHint {
         self.body.size_hint()
     }
 }

@@ -8,6 +8,7 @@ use async_trait::async_trait;
 use axum::body::{Body, Bytes};
 use axum::extract::Request as HttpRequest;
 use axum::middleware::Next;
+use futures::StreamExt as _;
 use http::{HeaderMap, HeaderValue};
 use tokio::io::DuplexStream;
 use tokio::sync::Notify;
@@ -379,6 +380,24 @@ async fn messages_that_are_too_long_or_late_are_refused() {
     assert!(
         matches!(&late, Err(Refused(why)) if why.message().ends_with("did not arrive in time")),
         "{late:?}"
+    );
+}
+
+/// A caller that sends a part of its message holds nothing for longer than a client that sends all of it may take.
+#[tokio::test(start_paused = true)]
+async fn a_message_that_does_not_arrive_ends_its_call() {
+    let callers = Callers::known_to(&World::real());
+    let receive = middleware::from_fn_with_state(callers, super::receive::receive);
+    let router = routes().prepare().into_axum_router().layer(receive);
+    let part = futures::stream::iter([Ok::<_, io::Error>(Bytes::from_static(&[0, 0, 0, 0, 9, 1]))]);
+    let call = HttpRequest::post("/grpc.health.v1.Health/Check").header("content-type", "application/grpc");
+    let call = call.body(Body::from_stream(part.chain(futures::stream::pending()))).expect("a request");
+    let answer =
+        timeout(super::receive::CLIENT_MESSAGE_WITHIN * 2, router.oneshot(call)).await.expect("in time");
+    let status = Status::from_header_map(answer.expect("an answer").headers()).expect("a status");
+    assert_eq!(
+        (status.code(), status.message()),
+        (Code::DeadlineExceeded, "the call's message did not arrive within 30 s")
     );
 }
 

@@ -3,9 +3,15 @@
 
 use std::io::Write as _;
 
+use bytes::Bytes;
 use chassis::metrics::Metrics;
+use futures::stream;
+use http_body_util::{Full, StreamBody};
+use hyper::body::Frame;
 use proto::v1::inference_client::InferenceClient;
 use tonic::Code;
+use tonic::body::Body;
+use tonic::codegen::Service as _;
 
 use super::*;
 use crate::accept::Deadlines;
@@ -23,17 +29,37 @@ async fn call_with(
     compressed: Option<CompressionEncoding>,
     text: String,
 ) -> Result<(), Status> {
-    let (world, metrics) = (World::seeded(1), RouterMetrics::new(page));
-    let acceptor = Acceptor::new(world.clone(), Deadlines::default(), metrics.clone()).with_tenants(tenants);
-    let models = RouterModels::new([ServedModel::mock("org/mock", 512)]);
-    let serve = FakeServe::saying("x");
-    let api = GrpcApi { serve, models, acceptor, metrics, world, shutdown: Shutdown::new() };
-    let mut client = InferenceClient::new(api.server());
+    let mut client = InferenceClient::new(api(page, tenants).server());
     if let Some(encoding) = compressed {
         client = client.send_compressed(encoding);
     }
     let input = Some(Input::Text(text));
     client.generate(v1::GenerateRequest { input, ..Default::default() }).await.map(drop)
+}
+
+fn api(page: &Metrics, tenants: Tenants) -> GrpcApi {
+    let (world, metrics) = (World::seeded(1), RouterMetrics::new(page));
+    let acceptor = Acceptor::new(world.clone(), Deadlines::default(), metrics.clone()).with_tenants(tenants);
+    let models = RouterModels::new([ServedModel::mock("org/mock", 512)]);
+    GrpcApi { serve: FakeServe::saying("x"), models, acceptor, metrics, world, shutdown: Shutdown::new() }
+}
+
+/// Bodies end with an error if they take too long.
+#[tokio::test(start_paused = true)]
+async fn a_call_whose_message_is_late_or_broken_is_refused_with_a_code() {
+    let late =
+        Body::new(StreamBody::new(stream::iter([Err::<Frame<Bytes>, _>(Status::deadline_exceeded("late"))])));
+    let broken = Body::new(Full::new(Bytes::from_static(&[0, 0, 0, 0, 1, 255])));
+    for (body, code) in [(late, "body_timeout"), (broken, "invalid_value")] {
+        let page = Metrics::new("router");
+        let call = ::http::Request::post("/baton.v1.Inference/Generate").header(REQUEST_ID, "mine");
+        let call = call.header("content-type", "application/grpc").body(body).expect("a request");
+        let answer = api(&page, Tenants::default()).server().call(call).await.expect("an answer");
+        let header = |name| answer.headers().get(name).and_then(|value| value.to_str().ok());
+        assert_eq!((header("baton-code"), header(REQUEST_ID)), (Some(code), Some("mine")));
+        let counted = format!("baton_router_refusals_total{{code=\"{code}\"}} 1");
+        assert!(page.page().contains(&counted), "{}", page.page());
+    }
 }
 
 #[tokio::test(start_paused = true)]

@@ -19,11 +19,12 @@ pub(super) fn of(error: RequestError) -> Status {
     }
 }
 
-/// Returns the code of a call that the gRPC library refuses: its message is too large, has an unknown compression, or is
-/// none.
+/// Returns the code of a call that the gRPC library refuses: its message is too large or late, has an unknown compression,
+/// or is none.
 pub(super) fn unread(code: Code) -> http::Code {
     match code {
         Code::OutOfRange | Code::ResourceExhausted => http::Code::BodyTooLarge,
+        Code::DeadlineExceeded => http::Code::BodyTimeout,
         Code::Unimplemented => http::Code::UnsupportedParameter,
         _ => http::Code::InvalidValue,
     }
