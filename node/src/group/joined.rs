@@ -186,6 +186,7 @@ impl JoinedProcess {
         self.lost.trigger();
         self.puts().clear();
         self.landings.close();
+        self.relay.end();
     }
 
     pub(super) fn is_lost(&self) -> bool {

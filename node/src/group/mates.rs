@@ -8,7 +8,7 @@ use bytes::Bytes;
 use engine::remote::{StageLost, StageMates};
 use proto::v1;
 
-use super::connection::Outgoing;
+use super::connection::{NotSent, Outgoing};
 use super::error::GroupError;
 use super::messages::{OfFollower, OfHead, from_follower, from_head};
 
@@ -20,8 +20,9 @@ const COLUMNS_MAX: usize = 2;
 /// Takes the columns of the other processes of a stage to the ranks of this one.
 #[derive(Debug)]
 pub(super) struct ColumnsIn {
-    /// For each process of the stage, in the order of their ranks; `None` for this one.
-    queues: Vec<Option<SyncSender<Bytes>>>,
+    /// For each process of the stage, in the order of their ranks; `None` for this one, and after a process was lost. Locked
+    /// for short accesses.
+    queues: Mutex<Vec<Option<SyncSender<Bytes>>>>,
 }
 
 /// Where the columns of this process go to.
@@ -44,12 +45,20 @@ struct Mates {
 impl ColumnsIn {
     /// Takes the columns of a process of the stage. Never waits.
     pub(super) fn take(&self, from: usize, columns: Bytes) -> Result<(), GroupError> {
-        let queue = self.queues.get(from).and_then(Option::as_ref);
-        let taken = queue.ok_or_else(|| lost("columns of a process that its stage does not have"))?;
-        match taken.try_send(columns) {
+        let queues = self.queues.lock().unwrap_or_else(PoisonError::into_inner);
+        let queue = queues.get(from).and_then(Option::as_ref);
+        let queue = queue.ok_or_else(|| lost("columns of a process that its stage does not have"))?;
+        match queue.try_send(columns) {
             // Without a reader, this process computes nothing any more.
             Ok(()) | Err(TrySendError::Disconnected(_)) => Ok(()),
             Err(TrySendError::Full(_)) => Err(lost("columns that no rank waits for")),
+        }
+    }
+
+    /// Ends the wait for a process, which is lost.
+    fn end(&self, from: usize) {
+        if let Some(queue) = self.queues.lock().unwrap_or_else(PoisonError::into_inner).get_mut(from) {
+            *queue = None;
         }
     }
 }
@@ -63,7 +72,7 @@ fn exchange(n_processes: usize, here: usize, out: ColumnsOut) -> (ColumnsIn, Arc
         queues.push(sender);
         receivers.extend(receiver);
     }
-    (ColumnsIn { queues }, Arc::new(Mates { out, queues: Mutex::new(receivers) }))
+    (ColumnsIn { queues: Mutex::new(queues) }, Arc::new(Mates { out, queues: Mutex::new(receivers) }))
 }
 
 /// Makes the exchange of a follower.
@@ -128,12 +137,21 @@ impl Relay {
     pub(super) fn pass(&self, columns: &Bytes) -> Result<(), GroupError> {
         let targets = self.0.get().ok_or_else(|| lost("columns before its stage has begun"))?;
         for follower in &targets.followers {
-            let sent = follower.send_now(from_head(columns_of(targets.from, columns.clone())));
-            sent.map_err(|_| lost("columns that another process of its stage does not take"))?;
+            // A follower that is lost is reported as such.
+            if follower.send_now(from_head(columns_of(targets.from, columns.clone()))) == Err(NotSent::Full) {
+                return Err(lost("columns that another process of its stage does not take"));
+            }
         }
         match &targets.head {
             Some(head) => head.take(targets.from, columns.clone()),
             None => Ok(()),
+        }
+    }
+
+    /// Ends the wait of the head's ranks for the follower, which is lost.
+    pub(super) fn end(&self) {
+        if let Some(RelayTargets { from, head: Some(head), .. }) = self.0.get() {
+            head.end(*from);
         }
     }
 }
@@ -164,4 +182,50 @@ pub(super) fn connect(members: &[Member<'_>]) -> Option<Arc<dyn StageMates>> {
 
 fn lost(what: &str) -> GroupError {
     GroupError::Lost(format!("it has sent {what}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Returns both ends at the second of three processes, whose own columns go nowhere.
+    fn second_of_three() -> (ColumnsIn, Arc<dyn StageMates>) {
+        exchange(3, 1, ColumnsOut::Followers { from: 1, followers: Vec::new() })
+    }
+
+    fn columns(text: &'static str) -> Bytes {
+        Bytes::from_static(text.as_bytes())
+    }
+
+    #[test]
+    fn columns_are_in_the_order_of_the_ranks() {
+        let (columns_in, mates) = second_of_three();
+        for (from, text) in [(2, "third"), (0, "first"), (2, "third again"), (0, "first again")] {
+            columns_in.take(from, columns(text)).expect("there is room");
+        }
+        for expected in [["first", "third"], ["first again", "third again"]] {
+            assert_eq!(mates.exchange(columns("second")), Ok(expected.map(columns).to_vec()));
+        }
+    }
+
+    #[test]
+    fn columns_that_nothing_waits_for_are_refused() {
+        let (columns_in, _mates) = second_of_three();
+        for from in [1, 3] {
+            let error = columns_in.take(from, columns("x")).expect_err("no such process");
+            assert_eq!(error.to_string(), "it has sent columns of a process that its stage does not have");
+        }
+        (0..COLUMNS_MAX).for_each(|_| columns_in.take(0, columns("x")).expect("there is room"));
+        let error = columns_in.take(0, columns("x")).expect_err("one too many");
+        assert_eq!(error.to_string(), "it has sent columns that no rank waits for");
+    }
+
+    #[test]
+    fn a_lost_process_ends_the_wait_for_it() {
+        let (columns_in, mates) = second_of_three();
+        columns_in.take(0, columns("first")).expect("there is room");
+        columns_in.end(2);
+        let error = mates.exchange(columns("second")).expect_err("the third is lost");
+        assert_eq!(error.to_string(), "another process of this stage is lost");
+    }
 }
