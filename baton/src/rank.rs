@@ -29,7 +29,7 @@ pub(crate) fn run(args: &RankArgs) -> Result<ExitCode, CommandError> {
     }
     let refused = |why| Err(CommandError::usage(NodeError::Config(why)));
     match settings.config.group.grid.n_processes() {
-        0 | 1 => {
+        1 => {
             return refused("expert.model.processes is 1: a node of one process has no others".to_owned());
         }
         n_processes if usize::from(args.place) >= n_processes - 1 => {

@@ -74,7 +74,7 @@ impl ProcessGrid {
             follower if follower >= self.head_in_order() => follower + 1,
             follower => follower,
         };
-        let n_ranks = self.n_ranks / self.processes_of_stage as u16;
+        let n_ranks = self.ranks_of_process();
         let first = (in_order % self.processes_of_stage) as u16 * n_ranks;
         ProcessShare { stage: in_order / self.processes_of_stage, ranks: first..first + n_ranks }
     }
@@ -91,7 +91,7 @@ impl ProcessGrid {
 
     /// Returns the processes of a stage, in the order of their ranks.
     pub fn of_stage(&self, stage: usize) -> impl Iterator<Item = usize> {
-        let n_ranks = self.n_ranks / self.processes_of_stage as u16;
+        let n_ranks = self.ranks_of_process();
         (0..self.processes_of_stage as u16).map(move |nth| self.process_of(stage, nth * n_ranks))
     }
 
@@ -103,6 +103,10 @@ impl ProcessGrid {
             _ if ranks.len() == 1 => format!("stage {stage}, rank {}", ranks.start),
             _ => format!("stage {stage}, ranks {} to {}", ranks.start, ranks.end - 1),
         }
+    }
+
+    fn ranks_of_process(&self) -> u16 {
+        self.n_ranks / self.processes_of_stage as u16
     }
 
     /// Returns the place, in the order of stages and ranks, that the head's process has.

@@ -3,8 +3,6 @@
 use std::num::NonZero;
 use std::ops::Range;
 
-use crate::processes::ProcessShare;
-
 /// The number of pipeline stages, as set, for a model whose layers are not known yet.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StageSplit {
@@ -86,12 +84,11 @@ impl StageLayers {
         Self { ranks: Some(ranks), ..self }
     }
 
-    /// Returns only the share of one process, or all of it.
-    pub fn only(&self, share: Option<&ProcessShare>) -> Result<Self, StageError> {
-        let Some(ProcessShare { stage, ranks }) = share else { return Ok(self.clone()) };
-        let none = StageError::NoStage { nth: *stage, n_stages: self.n_stages() };
-        let layers = self.layers.get(*stage).cloned().ok_or(none)?;
-        Ok(Self::part(layers).with_ranks(ranks.clone()))
+    /// Returns only this stage, or all of them.
+    pub fn only(&self, nth: Option<usize>) -> Result<Self, StageError> {
+        let Some(nth) = nth else { return Ok(self.clone()) };
+        let none = StageError::NoStage { nth, n_stages: self.n_stages() };
+        self.layers.get(nth).cloned().map(Self::part).ok_or(none)
     }
 
     /// Returns the ranks of each stage, of `n_ranks` in all.
@@ -150,11 +147,8 @@ mod tests {
         assert_eq!((part.n_stages(), part.iter().next()), (1, Some(3..7)));
         let two = StageLayers::of_counts([3, 4].into_iter());
         let none = StageError::NoStage { nth: 2, n_stages: 2 };
-        let share = |stage| ProcessShare { stage, ranks: 2..4 };
-        let of_ranks = part.with_ranks(2..4);
-        assert_eq!((of_ranks.ranks(4), two.ranks(4)), (2..4, 0..4));
-        let seen = [None, Some(1), Some(2)].map(|stage| two.only(stage.map(share).as_ref()));
-        assert_eq!(seen, [Ok(two.clone()), Ok(of_ranks), Err(none)]);
+        assert_eq!((part.clone().with_ranks(2..4).ranks(4), two.ranks(4)), (2..4, 0..4));
+        assert_eq!([None, Some(1), Some(2)].map(|nth| two.only(nth)), [Ok(two.clone()), Ok(part), Err(none)]);
     }
 
     #[test]

@@ -75,7 +75,7 @@ impl PreparedStage {
     ) -> Result<Arc<dyn StageProcess>, OpenError> {
         Ok(match self {
             Self::Cpu(prepared) => Arc::new(prepared.open(n_blocks, mates)?),
-            Self::Cuda(prepared) => Arc::new(prepared.open(n_blocks, mates)?),
+            Self::Cuda(prepared) => Arc::new(prepared.open(n_blocks)?),
         })
     }
 
@@ -89,7 +89,7 @@ impl PreparedStage {
     ) -> Result<Box<dyn Backend>, OpenError> {
         Ok(match self {
             Self::Cpu(prepared) => Box::new(prepared.open_head(n_blocks, remote, mates)?),
-            Self::Cuda(prepared) => Box::new(prepared.open_head(n_blocks, remote, mates)?),
+            Self::Cuda(prepared) => Box::new(prepared.open_head(n_blocks, remote)?),
         })
     }
 }

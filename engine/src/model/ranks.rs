@@ -7,8 +7,8 @@
 //! needs, at least four times in each layer of a model. All ranks run the same steps in the same order, so a gather
 //! needs no tag.
 //!
-//! The ranks of a stage may be in several processes. The last rank of a process that comes to a gather exchanges the columns
-//! of all ranks of this process for those of the others.
+//! The ranks of a stage may be in several processes. In each process the last rank that reaches a gather sends the columns of
+//! the process's ranks to the other processes, and receives theirs.
 
 use std::cell::Cell;
 use std::fmt::Debug;

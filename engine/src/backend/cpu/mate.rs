@@ -19,15 +19,21 @@ pub(super) type LostReason = Arc<OnceLock<StageLost>>;
 pub(super) struct Mate {
     stage: Arc<dyn RemoteStage>,
     /// The queue of the steps that the process computes; `None` after the thread was told to end.
-    begun: Option<SyncSender<Arc<RankFence>>>,
+    begun: Option<SyncSender<BegunStep>>,
     /// Read by one thread.
     results: Mutex<Receiver<StageResults>>,
     lost: LostReason,
     thread: Option<thread::JoinHandle<()>>,
 }
 
+/// A step that was sent to the process.
+struct BegunStep {
+    written: Arc<RankFence>,
+    n_rows: usize,
+}
+
 impl Mate {
-    /// Starts the thread for a process, of which at most `n_steps` steps are asked at once.
+    /// Starts the thread that waits for a process. The process computes at most `n_steps` steps at one time.
     pub(super) fn start(process: &RemoteProcess, n_steps: usize, lost: &LostReason) -> io::Result<Self> {
         let RemoteProcess { share, stage } = process;
         let (begun, to_finish) = sync_channel(n_steps);
@@ -43,14 +49,15 @@ impl Mate {
 
     /// Sends a step to the process. Returns `None` if it is lost.
     pub(super) fn begin(&self, input: StageInput, written: &Arc<RankFence>) -> Option<()> {
+        let n_rows = input.rows.len();
         if let Err(error) = self.stage.begin(input) {
             self.lost.get_or_init(|| error);
             return None;
         }
-        self.begun.as_ref()?.send(Arc::clone(written)).ok()
+        self.begun.as_ref()?.send(BegunStep { written: Arc::clone(written), n_rows }).ok()
     }
 
-    /// Waits for the results of the oldest step. Returns `None` if the process is lost.
+    /// Waits for the results of the oldest step, with an outcome for each of its rows. Returns `None` if the process is lost.
     pub(super) fn finish(&self) -> Option<StageResults> {
         self.results.lock().unwrap_or_else(PoisonError::into_inner).recv().ok()
     }
@@ -70,12 +77,17 @@ impl Drop for Mate {
 fn finish_all(
     stage: &dyn RemoteStage,
     ranks: &Range<usize>,
-    begun: &Receiver<Arc<RankFence>>,
+    begun: &Receiver<BegunStep>,
     results: &SyncSender<StageResults>,
     lost: &LostReason,
 ) {
-    while let Ok(written) = begun.recv() {
-        match stage.finish(&mut |n_layers| written.layers_done_by(ranks.clone(), n_layers)) {
+    while let Ok(BegunStep { written, n_rows }) = begun.recv() {
+        let finished = stage.finish(&mut |n_layers| written.layers_done_by(ranks.clone(), n_layers));
+        let finished = finished.and_then(|results| match results.outcomes.len() == n_rows {
+            true => Ok(results),
+            false => Err(StageLost::other_step()),
+        });
+        match finished {
             Ok(of_step) => {
                 // Dropped before the results are sent, because the last stage promises an open or a broken fence.
                 drop(written);

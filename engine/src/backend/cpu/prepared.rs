@@ -73,7 +73,12 @@ impl PreparedModel {
         kv.check_on_host()?;
         let folder = ModelFolder::open(folder)?;
         let all = settings.stages.over(folder.config.n_layers as u16).map_err(LoadError::Stages)?;
-        let stages = all.only(only.as_ref()).map_err(LoadError::Stages)?;
+        let stages = match &only {
+            None => all.clone(),
+            Some(ProcessShare { stage, ranks }) => {
+                all.only(Some(*stage)).map_err(LoadError::Stages)?.with_ranks(ranks.clone())
+            }
+        };
         let processors = processors(settings, &stages).map_err(LoadError::Threads)?;
         folder.config.log_unread_keys();
         let layout = layout(&folder.config, settings)?;

@@ -76,8 +76,9 @@ impl Stage {
 
     /// Runs a step on all ranks. Returns `None` if a rank has ended.
     fn computed(&self, step: Step, scratch: &Scratch) -> Option<ComputedStep> {
-        for mate in &self.mates {
-            mate.begin(step.input(bytes_of(&step.hidden).into()), &step.written)?;
+        if !self.mates.is_empty() {
+            let input = step.input(bytes_of(&step.hidden).into());
+            self.mates.iter().try_for_each(|mate| mate.begin(input.clone(), &step.written))?;
         }
         let step = Arc::new(step);
         self.helpers.iter().try_for_each(|helper| helper.begin(&step))?;

@@ -101,7 +101,7 @@ impl ModelDescription {
         Share::check(config, usize::from(settings.ranks.get()))?;
         spread_experts::check(config, settings)?;
         let all_stages = settings.stages.over(config.n_layers as u16).map_err(LoadError::Stages)?;
-        let stages = all_stages.only(settings.only.as_ref()).map_err(LoadError::Stages)?;
+        let stages = all_stages.only(settings.only_stage).map_err(LoadError::Stages)?;
         let latent = LatentHeads::of(config)?;
         let heads = match &latent {
             Some(latent) => latent.values(),
@@ -183,7 +183,7 @@ impl ModelDescription {
     pub(super) fn shares(&self) -> Vec<(StageShare, Share)> {
         let n_ranks = usize::from(self.settings.ranks.get());
         let of_stage = |stage| Share::of_all(n_ranks).map(move |share| (stage, share));
-        StageShare::of_process(&self.all_stages, self.settings.only_stage()).flat_map(of_stage).collect()
+        StageShare::of_process(&self.all_stages, self.settings.only_stage).flat_map(of_stage).collect()
     }
 
     /// Returns the sizes of one GPU's share.

@@ -315,8 +315,7 @@ impl ModelDescription {
     }
 
     fn link_sizes(&self) -> LinkSizes {
-        let CudaSettings { ranks, limits, .. } = self.settings;
-        let only = self.settings.only_stage();
+        let CudaSettings { ranks, limits, only_stage: only, .. } = self.settings;
         let (n_ranks, n_stages) = (usize::from(ranks.get()), self.all_stages.n_stages());
         LinkSizes { n_ranks, n_stages, only, limits, hidden: self.folder.config.hidden }
     }

@@ -24,8 +24,8 @@ use super::rank::{LaunchedOnAll, Rank, Step, launch_on_all};
 use super::watch::{Watch, WatchedStep};
 use super::{CudaBackend, CudaSettings};
 use crate::backend::remote::{
-    DirectStage, LoadedStage, RemoteProcess, StageInput, StageLost, StageMates, StageProcess, StageResults,
-    StageRow, StageWeights,
+    DirectStage, LoadedStage, RemoteProcess, StageInput, StageLost, StageProcess, StageResults, StageRow,
+    StageWeights,
 };
 use crate::error::{LoadError, OpenError, RowError};
 use crate::kv_room::KvRoom;
@@ -113,11 +113,11 @@ pub fn open_apart(folder: &Path, kv_bytes: usize, settings: &CudaSettings) -> Re
     let n_blocks = prepared.iter().map(PreparedStage::n_blocks).min().unwrap_or(0);
     let head = prepared.pop().expect("there is a stage");
     let direct = |(nth, stage): (usize, PreparedStage)| -> Result<RemoteProcess, OpenError> {
-        let stage = Arc::new(DirectStage(Arc::new(stage.open(n_blocks, None)?)));
+        let stage = Arc::new(DirectStage(Arc::new(stage.open(n_blocks)?)));
         Ok(RemoteProcess { share: share(nth), stage })
     };
     let remote = prepared.into_iter().enumerate().map(direct).collect::<Result<Vec<_>, _>>()?;
-    head.open_head(n_blocks, &remote, None)
+    head.open_head(n_blocks, &remote)
 }
 
 // === impl PreparedStage ===
@@ -136,7 +136,7 @@ impl PreparedStage {
                        model.device to \"cpu\"";
             return Err(OpenError::CudaModel(why.to_owned()));
         }
-        let settings = CudaSettings { only: Some(share), ..settings.clone() };
+        let settings = CudaSettings { only_stage: Some(share.stage), ..settings.clone() };
         PreparedModel::of(folder, kv, &settings).map(Self)
     }
 
@@ -161,19 +161,12 @@ impl PreparedStage {
     }
 
     /// Loads the stage's weights, and takes memory for `n_blocks` blocks.
-    pub fn open(self, n_blocks: u32, mates: Option<Arc<dyn StageMates>>) -> Result<CudaStage, OpenError> {
-        drop(mates);
+    pub fn open(self, n_blocks: u32) -> Result<CudaStage, OpenError> {
         CudaStage::of(self.0.with_blocks(n_blocks).open()?)
     }
 
     /// Loads the weights of the last stage, and makes the backend of the whole model. `remote` are the other processes.
-    pub fn open_head(
-        self,
-        n_blocks: u32,
-        remote: &[RemoteProcess],
-        mates: Option<Arc<dyn StageMates>>,
-    ) -> Result<CudaBackend, OpenError> {
-        drop(mates);
+    pub fn open_head(self, n_blocks: u32, remote: &[RemoteProcess]) -> Result<CudaBackend, OpenError> {
         CudaBackend::of(self.0.with_blocks(n_blocks), remote)
     }
 }

@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use device::cuda::Cache;
-use types::{KvDtype, ProcessShare, StageSplit};
+use types::{KvDtype, StageSplit};
 
 use crate::backend::{ExpertPlacement, StepLimits};
 use crate::cpu::LoadFormat;
@@ -22,8 +22,8 @@ pub struct CudaSettings {
     /// that the previous stage uses.
     pub stages: StageSplit,
     pub experts: ExpertPlacement,
-    /// What this process computes, if other processes compute the rest; `None`: all.
-    pub only: Option<ProcessShare>,
+    /// The stage that this process computes, if other processes compute the others; `None`: this one computes all.
+    pub only_stage: Option<usize>,
     pub limits: StepLimits,
     pub load_format: LoadFormat,
     pub kv_dtype: KvDtype,
@@ -51,7 +51,7 @@ impl Default for CudaSettings {
             ranks: NonZero::<u16>::MIN,
             stages: StageSplit::default(),
             experts: ExpertPlacement::Cut,
-            only: None,
+            only_stage: None,
             limits: StepLimits::default(),
             load_format: LoadFormat::Safetensors,
             kv_dtype: KvDtype::Bf16,
@@ -73,17 +73,9 @@ const CHUNK_TOKENS: usize = 512;
 impl CudaSettings {
     /// Returns the numbers of the GPUs that compute the model.
     pub fn gpus(&self) -> Range<usize> {
-        let (n_stages, n_ranks) = match &self.only {
-            None => (self.stages.n_stages.get(), self.ranks.get().into()),
-            Some(ProcessShare { ranks, .. }) => (1, ranks.len()),
-        };
-        let n_gpus = n_ranks * usize::from(n_stages);
+        let n_stages = if self.only_stage.is_some() { 1 } else { self.stages.n_stages.get() };
+        let n_gpus = usize::from(self.ranks.get()) * usize::from(n_stages);
         self.ordinal..self.ordinal + n_gpus
-    }
-
-    /// Returns the stage that this process computes, if it computes one only.
-    pub(super) fn only_stage(&self) -> Option<usize> {
-        self.only.as_ref().map(|share| share.stage)
     }
 
     /// Returns the number of tokens of a sequence for each block of threads; `None` if it depends on the
