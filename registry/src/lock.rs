@@ -116,9 +116,11 @@ impl<P: Presence> Renewal<P> {
                     until = asked + self.terms.ttl;
                     self.until.send_replace(Some(until));
                 }
-                Err(RegistryError::LeaseLost) => return warn!(lock, "registry has given the lock away"),
+                Err(RegistryError::LeaseLost) => {
+                    return warn!(lock, "lock is lost: the registry has ended its lease");
+                }
                 Err(error) if self.world.now() >= until => {
-                    return warn!(lock, error = %Chain(&error), "lock is lost: its lease could not be renewed");
+                    return warn!(lock, error = %Chain(&error), "lock is lost: its lease was not renewed");
                 }
                 Err(error) => debug!(lock, error = %Chain(&error), "lock was not renewed, trying again"),
             }
