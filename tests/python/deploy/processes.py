@@ -9,6 +9,9 @@ import kubelet
 import rendered
 from objects import baton_containers, labels, mounted_files, name, pod, selects, template, workloads
 
+# One of the ports that Linux gives to a socket without a port.
+NCCL_PORT = 40000
+
 
 def models():
     """In GPU overlays the operator names the model in one place, and no process serves the bundled one."""
@@ -253,6 +256,11 @@ def groups():
         router = pools["Deployment baton-router"]
         reaches(objects, router, head, 7000)
         assert not is_open(objects, router, head, 7004), "only followers join"
+        # Only GPUs need NCCL.
+        for source, target in itertools.permutations([head, rank]):
+            assert is_open(objects, source, target, NCCL_PORT) == (role == "decode"), name(target)
+        of_other = sets[f"baton-{role}-rank-{1 - int(group)}"]
+        assert not is_open(objects, of_other, rank, NCCL_PORT), "of another node"
     prefill, decode = (
         [pools[f"Deployment baton-{role}"], *(sets[part] for part in sets if part.startswith(f"baton-{role}"))] for role in ["prefill", "decode"]
     )
@@ -269,5 +277,5 @@ def is_open(objects, source, target, port):
     """Whether a policy lets one workload connect to a port of another."""
     policies = [thing["spec"] for thing in objects if thing["kind"] == "NetworkPolicy"]
     rules = [rule for spec in policies if selects(spec["podSelector"], labels(target)) for rule in spec.get("ingress", [])]
-    open_to = [rule.get("from") for rule in rules if port in [one["port"] for one in rule["ports"]]]
+    open_to = [rule.get("from") for rule in rules if any(one["port"] <= port <= one.get("endPort", one["port"]) for one in rule["ports"])]
     return any("podSelector" in one and selects(one["podSelector"], labels(source)) for sources in open_to for one in sources or [])

@@ -80,13 +80,19 @@ def probes_of(container):
 
 
 def policy(which, spec, pods):
-    """A policy selects existing pods, opens only ports on which they listen, and admin ports only to monitors."""
+    """A policy selects existing pods, opens only ports on which they listen, and admin ports only to monitors. A range of
+    ports is one that the pod's kernel chooses from, for processes of the same node."""
     own = [one for one in pods if selects(spec["podSelector"], labels(one))]
     assert own, which
     listening = {port: called for one in own for called, port in ports_of(one).items()}
     for rule in spec.get("ingress") or []:
         assert rule.get("ports"), f"{which} opens every port"
         for port in rule["ports"]:
+            if "endPort" in port:
+                assert not set(range(port["port"], port["endPort"] + 1)) & set(listening), f"{which} opens {listening}"
+                assert "baton/group" in spec["podSelector"]["matchLabels"], which
+                assert rule["from"] == [{"podSelector": spec["podSelector"]}], f"{which}: {rule}"
+                continue
             assert port["port"] in listening, f"{which} opens {port}, they listen on {listening}"
             if "admin" in listening[port["port"]]:
                 assert all(map(monitors, rule.get("from") or [{}])), f"{which} opens a port on which nodes are put to sleep"

@@ -179,7 +179,9 @@ def all_of_them():
     results["chart with certificates"] = chart([], NAMED, {"pool": {"enabled": True}, "groups": EVERYTHING_ON["groups"]}, TLS)
     results["chart with a box and certificates"] = chart(["gpu-box.yaml"], NAMED, TLS)
     results["chart with a pool"] = chart(["cpu-demo.yaml", "pool.yaml"])
-    results["chart with several groups"] = chart(["cpu-demo.yaml"], {"groups": {role: {"enabled": True, "replicas": 2, "processes": 4} for role in ("prefill", "decode")}})
+    groups = {role: {"enabled": True, "replicas": 2, "processes": 4} for role in ("prefill", "decode")}
+    groups["decode"]["resources"] = {"limits": {"nvidia.com/gpu": 1}}
+    results["chart with several groups"] = chart(["cpu-demo.yaml"], {"groups": groups})
     results["chart with everything on"] = chart([], NAMED, EVERYTHING_ON)
     results["chart with a monitored box"] = chart(["gpu-box.yaml"], NAMED, {"monitoring": {"enabled": True}})
     results["chart with an external etcd"] = chart([], NAMED, EVERYTHING_ON, {"etcd": EXTERNAL_ETCD})
