@@ -260,6 +260,10 @@ impl StageMates for DirectMates {
         let from = self.from.lock().expect("no test panics with it");
         from.iter().map(|from| from.recv().map_err(|_| gone(()))).collect()
     }
+
+    fn is_lost(&self) -> bool {
+        false
+    }
 }
 
 /// Makes a folder with the config of a test model, but with four layers and no weights.

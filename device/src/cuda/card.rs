@@ -13,8 +13,9 @@ use cudarc::driver::{CudaContext, CudaEvent, CudaFunction, CudaStream, result, s
 use cudarc::nvrtc::Ptx;
 
 use super::buffer::{Buffer, Element, View, ViewMut};
+use super::rectangles::{PageMove, Rectangle};
 use super::source::{Programs, Source, WIRE};
-use super::{Cache, CudaError, Nvrtc, library};
+use super::{Cache, CudaError, Nvrtc, engines, library};
 
 /// A GPU that is ready to compute.
 ///
@@ -55,6 +56,18 @@ impl Grid {
 pub struct MemoryBytes {
     pub free: usize,
     pub total: usize,
+}
+
+/// The columns that [`Card::copy_columns`] copies. All fields count numbers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Columns {
+    /// The width of a row that is written.
+    pub width: usize,
+    /// The first column that is written.
+    pub first: usize,
+    pub n_columns: usize,
+    /// The width of a row that is read, from its first column on.
+    pub from_width: usize,
 }
 
 /// A point in the GPU's stream. Two markers measure the time between them.
@@ -194,6 +207,35 @@ impl Card {
         // SAFETY: both views are on this GPU and have this length.
         unsafe { result::memcpy_dtod_async(to.address(), from.address(), bytes, self.stream.cu_stream()) }
             .map_err(CudaError::during("copy within the GPU"))
+    }
+
+    /// Copies columns of rows within this GPU's memory, in stream order.
+    ///
+    /// # Panics
+    /// If the columns are not within the rows, the rows differ in number, or the memory is on another GPU.
+    pub fn copy_columns<T: Element>(
+        &self,
+        to: ViewMut<'_, T>,
+        from: View<'_, T>,
+        columns: Columns,
+    ) -> Result<(), CudaError> {
+        let Columns { width, first, n_columns, from_width } = columns;
+        let (here, n_rows) = (self.context.ordinal(), to.len() / width);
+        assert!(to.ordinal() == here && from.ordinal() == here, "the memory is on this GPU");
+        assert!(first + n_columns <= width && n_columns <= from_width, "the columns are within the rows");
+        assert_eq!((to.len(), from.len()), (n_rows * width, n_rows * from_width), "equal numbers of rows");
+        if n_rows * n_columns == 0 {
+            return Ok(());
+        }
+        self.bind()?;
+        let [start, row, to_pitch, from_pitch] =
+            [first, n_columns, width, from_width].map(|numbers| numbers * size_of::<T>());
+        let first = PageMove { from: from.address(), to: to.address() + start as u64 };
+        let pitch = PageMove { from: from_pitch as u64, to: to_pitch as u64 };
+        let rectangle = Rectangle { first, row_bytes: row, n_rows, pitch };
+        // JUSTIFICATION: GPU memory is accessed by address.
+        // SAFETY: both views are on this GPU and have these rows, as just checked.
+        unsafe { engines::copy(&rectangle, &self.stream) }.map_err(CudaError::during("copy within the GPU"))
     }
 
     /// Sets every byte, in stream order.

@@ -56,7 +56,7 @@ impl Engines {
 ///
 /// # Safety
 /// The requirements of [`Engines::start`].
-unsafe fn copy(rectangle: &Rectangle, stream: &CudaStream) -> Result<(), result::DriverError> {
+pub(super) unsafe fn copy(rectangle: &Rectangle, stream: &CudaStream) -> Result<(), result::DriverError> {
     let Rectangle { first, row_bytes, n_rows, pitch } = *rectangle;
     if n_rows == 1 {
         // JUSTIFICATION: GPU memory is accessed by address.

@@ -45,7 +45,7 @@ pub mod page_copier;
 pub use arena::Arena;
 pub use buffer::{Bf16, Buffer, Element, View, ViewMut};
 pub use cache::Cache;
-pub use card::{Card, Marker, MemoryBytes};
+pub use card::{Card, Columns, Marker, MemoryBytes};
 pub use compiler::{CompiledCode, Nvrtc};
 pub use copied_pages::{PageRuns, RemotePages, SlotAt, SomePages};
 pub use error::CudaError;

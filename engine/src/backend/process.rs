@@ -3,9 +3,10 @@
 use std::path::Path;
 use std::sync::Arc;
 
+use bytes::Bytes;
 use types::{Fingerprint, ProcessShare, StageLayers};
 
-use super::remote::{RemoteProcess, StageMates, StageProcess};
+use super::remote::{RemoteProcess, StageProcess, StageRanks};
 use super::{Backend, Device, EngineSettings, cpu, cuda};
 use crate::error::OpenError;
 
@@ -67,29 +68,36 @@ impl PreparedStage {
         }
     }
 
-    /// Loads the stage's weights, and takes memory for `n_blocks` blocks. `mates` has the stage's other ranks.
-    pub fn open(
-        self,
-        n_blocks: u32,
-        mates: Option<Arc<dyn StageMates>>,
-    ) -> Result<Arc<dyn StageProcess>, OpenError> {
+    /// Makes an id for [`StageRanks::sums_id`]. Empty if the ranks need none. They connect to this process.
+    pub fn sums_id(&self) -> Result<Bytes, OpenError> {
+        match self {
+            Self::Cpu(_) => Ok(Bytes::new()),
+            Self::Cuda(prepared) => prepared.sums_id(),
+        }
+    }
+
+    /// Loads the stage's weights, and takes memory for `n_blocks` blocks. `ranks` joins the stage's ranks, if some are in
+    /// other processes.
+    pub fn open(self, n_blocks: u32, ranks: Option<StageRanks>) -> Result<Arc<dyn StageProcess>, OpenError> {
         Ok(match self {
-            Self::Cpu(prepared) => Arc::new(prepared.open(n_blocks, mates)?),
-            Self::Cuda(prepared) => Arc::new(prepared.open(n_blocks)?),
+            Self::Cpu(prepared) => Arc::new(prepared.open(n_blocks, ranks.map(|ranks| ranks.mates))?),
+            Self::Cuda(prepared) => Arc::new(prepared.open(n_blocks, ranks)?),
         })
     }
 
     /// Loads the weights of the last stage, and makes the backend of the whole model. `remote` are the other processes, and
-    /// `mates` those with ranks of the last stage.
+    /// `ranks` joins those of the last stage.
     pub fn open_head(
         self,
         n_blocks: u32,
         remote: &[RemoteProcess],
-        mates: Option<Arc<dyn StageMates>>,
+        ranks: Option<StageRanks>,
     ) -> Result<Box<dyn Backend>, OpenError> {
         Ok(match self {
-            Self::Cpu(prepared) => Box::new(prepared.open_head(n_blocks, remote, mates)?),
-            Self::Cuda(prepared) => Box::new(prepared.open_head(n_blocks, remote)?),
+            Self::Cpu(prepared) => {
+                Box::new(prepared.open_head(n_blocks, remote, ranks.map(|ranks| ranks.mates))?)
+            }
+            Self::Cuda(prepared) => Box::new(prepared.open_head(n_blocks, remote, ranks)?),
         })
     }
 }

@@ -25,6 +25,18 @@ pub trait StageMates: Debug + Send + Sync + 'static {
     /// Sends bytes to all of them, and waits for theirs, which come in the order of their ranks. All processes of a stage
     /// exchange the same number of times.
     fn exchange(&self, mine: Bytes) -> Result<Vec<Bytes>, StageLost>;
+
+    /// Returns whether one of them is lost. For ranks that exchange nothing: an exchange tells it by itself.
+    fn is_lost(&self) -> bool;
+}
+
+/// What joins the ranks of one stage that are in several processes.
+#[derive(Clone, Debug)]
+pub struct StageRanks {
+    /// On processors, ranks exchange their results with these. On GPUs they only tell whether one is lost.
+    pub mates: Arc<dyn StageMates>,
+    /// On GPUs, ranks find each other by this id, and add up their results.
+    pub sums_id: Bytes,
 }
 
 /// A pipeline stage in another process, or some ranks of one.

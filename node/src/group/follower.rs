@@ -11,7 +11,7 @@ use chassis::admin::Readiness;
 use chassis::identity::link;
 use chassis::{Gate, Shutdown, Stream, TaskError, World, spawn_guarded};
 use engine::process::PreparedStage;
-use engine::remote::{StageMates, StageProcess};
+use engine::remote::{StageMates, StageProcess, StageRanks};
 use kv_cache::{FenceSignal, LayerFence};
 use kv_transfer::{
     ConnectorParts, Faults, FollowerLandings, FollowerStreams, LandOrder, LandingReport, PutOrder,
@@ -148,7 +148,8 @@ async fn open(
     info!(head, place, computes, blocks = accepted.n_blocks, "process has joined its head");
     let n_blocks = accepted.n_blocks;
     let (columns, mates) = exchange(config.group.grid, usize::from(*place), out).unzip();
-    let stage = blocking(move || prepared.open(n_blocks, mates).map_err(GroupError::Open)).await?;
+    let ranks = mates.map(|mates| StageRanks { mates, sums_id: accepted.sums_id });
+    let stage = blocking(move || prepared.open(n_blocks, ranks).map_err(GroupError::Open)).await?;
     let connector_parts = ConnectorParts {
         node: NodeId::new(accepted.node),
         epoch: Epoch(accepted.epoch),

@@ -3,8 +3,9 @@
 use std::sync::{Arc, Mutex, PoisonError};
 
 use async_trait::async_trait;
+use bytes::Bytes;
 use chassis::{Gate, Shutdown, Task, World, spawn_guarded};
-use engine::remote::{RemoteProcess, StageMates};
+use engine::remote::{RemoteProcess, StageMates, StageRanks};
 use engine::{Backend, EngineSettings};
 use futures::future::select_all;
 use kv_transfer::{LandOrder, LandingEvent, OtherProcesses, PutOrder, TransferError};
@@ -96,9 +97,14 @@ pub async fn gather(parts: HeadParts) -> Result<(Arc<Group>, Box<dyn Backend>), 
     };
     let n_blocks = joined.iter().map(|process| process.n_blocks).fold(prepared.n_blocks(), u32::min);
     let epoch = world.epoch();
-    for process in &joined {
+    let sums_ids: Vec<Bytes> = (0..grid.n_stages())
+        .map(|_| prepared.sums_id())
+        .collect::<Result<_, _>>()
+        .map_err(GroupError::Open)?;
+    for (place, process) in joined.iter().enumerate() {
         let (node, receives_kv) = (id.as_str().to_owned(), role.decodes());
-        let accepted = v1::Accepted { n_blocks, node, epoch: epoch.0, receives_kv };
+        let sums_id = sums_ids[grid.share(place).stage].clone();
+        let accepted = v1::Accepted { n_blocks, node, epoch: epoch.0, receives_kv, sums_id };
         process.say(OfHead::Accepted(accepted)).await?;
     }
     info!(n_blocks, "all processes of this node have joined");
@@ -107,9 +113,10 @@ pub async fn gather(parts: HeadParts) -> Result<(Arc<Group>, Box<dyn Backend>), 
         stage: Arc::clone(process) as _,
     };
     let remote: Vec<RemoteProcess> = joined.iter().enumerate().map(of_process).collect();
-    let mates = connect_ranks(*grid, &joined);
+    let sums_id = sums_ids.into_iter().next_back().expect("there is a stage");
+    let ranks = connect_ranks(*grid, &joined).map(|mates| StageRanks { mates, sums_id });
     let group = Arc::new(Group { epoch, grid: *grid, layers, processes: joined, _joining: joining });
-    let open = move || prepared.open_head(n_blocks, &remote, mates).map_err(GroupError::Open);
+    let open = move || prepared.open_head(n_blocks, &remote, ranks).map_err(GroupError::Open);
     let backend = blocking(open).await?;
     Ok((group, backend))
 }

@@ -1,6 +1,6 @@
 //! The columns that the ranks of one stage exchange, if they are in several processes. They pass the head.
 
-use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TrySendError, sync_channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TryRecvError, TrySendError, sync_channel};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
@@ -100,6 +100,11 @@ impl StageMates for Mates {
             })
         };
         queues.iter().map(receive).collect()
+    }
+
+    fn is_lost(&self) -> bool {
+        let queues = self.queues.lock().unwrap_or_else(PoisonError::into_inner);
+        queues.iter().any(|queue| queue.try_recv() == Err(TryRecvError::Disconnected))
     }
 }
 
@@ -223,9 +228,11 @@ mod tests {
     #[test]
     fn a_lost_process_ends_the_wait_for_it() {
         let (columns_in, mates) = second_of_three();
+        assert!(!mates.is_lost());
         columns_in.take(0, columns("first")).expect("there is room");
         columns_in.end(2);
         let error = mates.exchange(columns("second")).expect_err("the third is lost");
         assert_eq!(error.to_string(), "another process of this stage is lost");
+        assert!(mates.is_lost());
     }
 }

@@ -28,6 +28,11 @@ pub(super) const SUCCESS: Status = 0;
 pub(super) const IN_PROGRESS: Status = 7;
 /// The type of messages: bytes.
 pub(super) const BYTES: c_int = 1;
+/// The types of numbers that ranks add up.
+pub(super) const F32: c_int = 7;
+pub(super) const BF16: c_int = 9;
+/// The operation that adds.
+pub(super) const SUM: c_int = 0;
 
 /// The id by which two processes find each other. It is not secret.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -65,6 +70,11 @@ impl Config {
             split_share: not_set,
         }
     }
+
+    /// Returns a configuration whose calls return when their work is queued.
+    pub(super) fn blocking() -> Self {
+        Self { blocking: 1, ..Self::without_blocking() }
+    }
 }
 
 macro_rules! functions {
@@ -74,6 +84,7 @@ macro_rules! functions {
         pub struct Nccl {
             version: c_int,
             error_text: unsafe extern "C" fn(Status) -> *const c_char,
+            last_error: unsafe extern "C" fn(CommHandle) -> *const c_char,
             $(pub(super) $field: unsafe extern "C" fn($($argument),*) -> Status,)*
         }
 
@@ -86,6 +97,7 @@ macro_rules! functions {
                     Some(Self {
                         version: 0,
                         error_text: *library.get(b"ncclGetErrorString\0").ok()?,
+                        last_error: *library.get(b"ncclGetLastError\0").ok()?,
                         $($field: *library.get(concat!($name, "\0").as_bytes()).ok()?,)*
                     })
                 }
@@ -101,6 +113,7 @@ functions! {
     async_error = "ncclCommGetAsyncError": fn(CommHandle, *mut Status);
     send = "ncclSend": fn(*const c_void, usize, c_int, c_int, CommHandle, *mut c_void);
     receive = "ncclRecv": fn(*mut c_void, usize, c_int, c_int, CommHandle, *mut c_void);
+    all_reduce = "ncclAllReduce": fn(*const c_void, *mut c_void, usize, c_int, c_int, CommHandle, *mut c_void);
     finalize = "ncclCommFinalize": fn(CommHandle);
     destroy = "ncclCommDestroy": fn(CommHandle);
     abort = "ncclCommAbort": fn(CommHandle);
@@ -146,10 +159,15 @@ impl Nccl {
         }
     }
 
+    /// Returns NCCL's text for a status, and its own words about the last error, if it has any.
     fn text_of(&self, status: Status) -> String {
         // JUSTIFICATION: NCCL is a C library.
-        // SAFETY: NCCL has a static text for every number, known or not.
-        unsafe { CStr::from_ptr((self.error_text)(status)) }.to_string_lossy().into_owned()
+        // SAFETY: NCCL has a static text for every number, known or not. The last error is in memory that NCCL never frees.
+        let texts = unsafe { [(self.error_text)(status), (self.last_error)(std::ptr::null_mut())] };
+        // SAFETY: NCCL's texts end with a zero.
+        let texts = texts.iter().filter(|text| !text.is_null()).map(|text| unsafe { CStr::from_ptr(*text) });
+        let texts: Vec<_> = texts.map(|text| text.to_string_lossy().trim().to_owned()).collect();
+        texts.into_iter().filter(|text| !text.is_empty()).collect::<Vec<_>>().join(": ")
     }
 }
 

@@ -3,13 +3,14 @@
 //! [`OptionalTensors`](crate::model::OptionalTensors) and windows.
 
 use device::cuda::{Arena, Buffer, View};
-use kernels::cuda::{ComputeCard, KvNumber, KvPages, Peers, PrefillSequence, Products};
+use kernels::cuda::{ComputeCard, KvNumber, KvPages, PrefillSequence, Products};
 use kv_cache::OnCard;
 use types::GroupIdx;
 
 use super::heads::Heads;
 use super::latent::LatentHeads;
 use super::plan::{Dims, Sections};
+use super::rank_links::RankLinks;
 use super::weights::{CudaWeights, Sizes};
 use super::workspace::Workspace;
 
@@ -48,8 +49,7 @@ pub(super) struct LayerPlace {
 pub(super) struct Pass<'a> {
     pub(super) card: &'a ComputeCard,
     pub(super) products: &'a mut Products,
-    /// The other ranks' GPUs; `None` with one rank.
-    pub(super) peers: Option<&'a mut Peers>,
+    pub(super) ranks: &'a mut RankLinks,
     pub(super) space: &'a mut Workspace,
     /// The tokens of the steps in flight, for the ends of several stages; otherwise those that the step before sampled
     /// are in the workspace.

@@ -101,7 +101,8 @@ impl ModelDescription {
         Share::check(config, usize::from(settings.ranks.get()))?;
         spread_experts::check(config, settings)?;
         let all_stages = settings.stages.over(config.n_layers as u16).map_err(LoadError::Stages)?;
-        let stages = all_stages.only(settings.only_stage).map_err(LoadError::Stages)?;
+        let stages = all_stages.only(settings.only_stage()).map_err(LoadError::Stages)?;
+        let stages = stages.with_ranks(settings.ranks_here());
         let latent = LatentHeads::of(config)?;
         let heads = match &latent {
             Some(latent) => latent.values(),
@@ -181,9 +182,11 @@ impl ModelDescription {
 
     /// Returns the share of each GPU of this process: all ranks of the first stage, then those of the next.
     pub(super) fn shares(&self) -> Vec<(StageShare, Share)> {
-        let n_ranks = usize::from(self.settings.ranks.get());
-        let of_stage = |stage| Share::of_all(n_ranks).map(move |share| (stage, share));
-        StageShare::of_process(&self.all_stages, self.settings.only_stage).flat_map(of_stage).collect()
+        let (n_ranks, here) = (usize::from(self.settings.ranks.get()), self.settings.ranks_here());
+        let here = usize::from(here.start)..usize::from(here.end);
+        let of_stage =
+            |stage| Share::of_all(n_ranks).skip(here.start).take(here.len()).map(move |share| (stage, share));
+        StageShare::of_process(&self.all_stages, self.settings.only_stage()).flat_map(of_stage).collect()
     }
 
     /// Returns the sizes of one GPU's share.
@@ -243,9 +246,10 @@ impl ModelDescription {
         Budget::of(sizes, self.formats_of(sizes.stage), shape.bytes() + turns + rounded + widened, kv)
     }
 
+    /// Returns the sizes of steps that are recorded. Sums over ranks of several processes are not.
     pub(super) fn graph_sizes(&self) -> Option<GraphSizes> {
         let CudaSettings { graphs, limits, .. } = self.settings;
-        graphs.then(|| GraphSizes::new(limits.rows, self.tokens_max))
+        (graphs && !self.settings.has_mates()).then(|| GraphSizes::new(limits.rows, self.tokens_max))
     }
 
     /// Computes the cosines and sines of every position that a sequence can have.
@@ -313,8 +317,8 @@ impl ModelDescription {
         let bytes = sizes.bytes(self.formats_of(sizes.stage));
         // All ranks load at the same time, so only one reports progress.
         let is_last_here = sizes.stage.is_last() || sizes.stage.has_others_elsewhere();
-        let meter =
-            if sizes.share.is_first() && is_last_here { Meter::new(bytes) } else { Meter::silent(bytes) };
+        let is_first_here = sizes.share.nth == usize::from(self.settings.ranks_here().start);
+        let meter = if is_first_here && is_last_here { Meter::new(bytes) } else { Meter::silent(bytes) };
         let upload = Upload::new(card, &host, meter)?;
         let (formats, quantize) = (&self.formats, self.settings.quantize);
         Loader { origin, config, heads, latent, sizes, formats, quantize, arena, upload }.load()

@@ -1,8 +1,10 @@
 //! Hot path.
-//! The stages that other processes compute. This process computes the last one.
+//! What other processes compute of a model: the stages before the last one, and ranks of the last one. This process computes
+//! the first ranks of the last stage.
 //!
-//! One thread sends steps to the first stage, as soon as the tokens that their rows continue are known. One thread for each
-//! stage passes the stage's rows on: to the next stage, or to the ring from which this process's GPUs fetch them.
+//! One thread sends steps to the processes of the first stage, as soon as the tokens that their rows continue are known. One
+//! thread for each stage waits for its processes, and passes the stage's rows on: to the next stage's processes, and to the
+//! ring from which this process's GPUs fetch them.
 
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -11,6 +13,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
 
+use bytes::Bytes;
 use device::cuda::{Bf16, CudaError, HostOutbox, HostWords, View};
 use device::polling;
 use kernels::cuda::ComputeCard;
@@ -57,7 +60,8 @@ struct UseCounts(Vec<u32>);
 #[derive(Debug)]
 pub(super) struct ElsewhereParts<'a> {
     pub(super) remote: &'a [RemoteProcess],
-    pub(super) rows: HostOutbox<Bf16>,
+    /// Where the rows of the stage before this process's go; `None` if there is none.
+    pub(super) rows: Option<HostOutbox<Bf16>>,
     pub(super) sizes: LinkSizes,
     pub(super) vocab: usize,
     pub(super) lost: LostFlags,
@@ -80,7 +84,7 @@ struct RowElsewhere {
     drawn: Option<u32>,
 }
 
-/// A step that was sent to a stage.
+/// A step that is sent to a stage.
 #[derive(Debug)]
 struct SentStep {
     rows: Arc<[StageRow]>,
@@ -90,25 +94,31 @@ struct SentStep {
 
 /// Sends steps to the first stage.
 struct Sender {
-    first: Arc<dyn RemoteStage>,
+    first: Target,
     tokens: Arc<SampledTokens>,
     turns: UseCounts,
     lost: LostFlags,
     vocab: usize,
 }
 
-/// Passes the rows of one stage on.
+/// Waits for the processes of one stage, and passes its rows on.
 struct Passer {
-    stage: Arc<dyn RemoteStage>,
-    next: Next,
+    processes: Vec<Arc<dyn RemoteStage>>,
+    /// `None` for the last stage.
+    next: Option<Target>,
     hidden: usize,
 }
 
-/// Where the rows of a stage go to.
-enum Next {
-    Stage(Arc<dyn RemoteStage>, SyncSender<SentStep>),
-    Here(Arc<Mutex<HostOutbox<Bf16>>>),
+/// The processes that compute a stage. The stage may have none elsewhere.
+struct Target {
+    processes: Vec<Arc<dyn RemoteStage>>,
+    /// The queue of the thread that waits for them; `None` if there are none.
+    sent: Option<SyncSender<SentStep>>,
+    /// The ring of this process, if it computes ranks of this stage, and a stage is before it.
+    here: Option<RowsHere>,
 }
+
+type RowsHere = Arc<Mutex<HostOutbox<Bf16>>>;
 
 // === impl Elsewhere ===
 
@@ -116,26 +126,28 @@ impl Elsewhere {
     pub(super) fn start(parts: ElsewhereParts<'_>) -> Result<Self, OpenError> {
         let ElsewhereParts { remote, rows, sizes, vocab, lost, card } = parts;
         let ring = TokenRing::new(sizes.n_stages, sizes.limits.rows);
-        let n_places = ring.n_places();
-        let (steps, to_send) = sync_channel(n_places);
+        let n_steps = sizes.n_stages + 1;
+        let (steps, to_send) = sync_channel(n_steps);
         let tokens = Arc::new(SampledTokens::new(card, ring)?);
-        let rows = Arc::new(Mutex::new(rows));
-        let remote: Vec<_> = remote.iter().map(|process| &process.stage).collect();
-        let first = Arc::clone(remote.first().expect("a process has other stages"));
-        let turns = || UseCounts(vec![0; n_places]);
-        let sender = Sender { first, tokens: Arc::clone(&tokens), turns: turns(), lost: lost.clone(), vocab };
-        let channels = remote.iter().map(|_| sync_channel(n_places));
-        let (senders, receivers): (Vec<_>, Vec<_>) = channels.unzip();
-        for (nth, (stage, sent)) in remote.iter().zip(receivers).enumerate() {
-            let next = match remote.get(nth + 1) {
-                Some(next) => Next::Stage(Arc::clone(next), senders[nth + 1].clone()),
-                None => Next::Here(Arc::clone(&rows)),
-            };
-            let passer = Passer { stage: Arc::clone(stage), next, hidden: sizes.hidden };
-            spawn("stage-rows", &lost, &rows, move || passer.pass_all(&sent))?;
+        let rows = rows.map(|rows| Arc::new(Mutex::new(rows)));
+        let turns = || UseCounts(vec![0; ring.n_places()]);
+        // The last stage is the next one of none.
+        let mut next = None;
+        for nth in (0..sizes.n_stages).rev() {
+            let of_stage = remote.iter().filter(|process| process.share.stage == nth);
+            let processes: Vec<_> = of_stage.map(|process| Arc::clone(&process.stage)).collect();
+            let (here, mut sent) = (rows.clone().filter(|_| next.is_none()), None);
+            if !processes.is_empty() {
+                let (sent_here, to_wait_for) = sync_channel(n_steps);
+                let passer = Passer { processes: processes.clone(), next, hidden: sizes.hidden };
+                spawn("stage-rows", &lost, &rows, move || passer.pass_all(&to_wait_for))?;
+                sent = Some(sent_here);
+            }
+            next = Some(Target { processes, sent, here });
         }
-        let sent = senders.into_iter().next().expect("there is a first stage");
-        spawn("stage-steps", &lost, &rows, move || sender.send_all(&to_send, &sent))?;
+        let first = next.expect("there is a first stage");
+        let sender = Sender { first, tokens: Arc::clone(&tokens), turns: turns(), lost: lost.clone(), vocab };
+        spawn("stage-steps", &lost, &rows, move || sender.send_all(&to_send))?;
         Ok(Self { steps, tokens, turns: turns(), lost })
     }
 
@@ -208,15 +220,17 @@ impl UseCounts {
 fn spawn(
     name: &str,
     lost: &LostFlags,
-    rows: &Arc<Mutex<HostOutbox<Bf16>>>,
+    rows: &Option<RowsHere>,
     work: impl FnOnce() -> Result<(), StageLost> + Send + 'static,
 ) -> Result<(), LoadError> {
-    let (lost, rows) = (lost.clone(), Arc::clone(rows));
+    let (lost, rows) = (lost.clone(), rows.clone());
     let run = move || {
         if let Err(error) = work() {
             lost.elsewhere.get_or_init(|| error);
             lost.raise();
-            rows.lock().unwrap_or_else(PoisonError::into_inner).release();
+            if let Some(rows) = rows {
+                rows.lock().unwrap_or_else(PoisonError::into_inner).release();
+            }
         }
     };
     let started: io::Result<thread::JoinHandle<()>> = thread::Builder::new().name(name.to_owned()).spawn(run);
@@ -227,19 +241,11 @@ fn spawn(
 
 impl Sender {
     /// Sends steps until no more come.
-    fn send_all(
-        mut self,
-        steps: &Receiver<StepElsewhere>,
-        sent: &SyncSender<SentStep>,
-    ) -> Result<(), StageLost> {
+    fn send_all(mut self, steps: &Receiver<StepElsewhere>) -> Result<(), StageLost> {
         while let Ok(StepElsewhere { rows, place, signal }) = steps.recv() {
             let rows = rows.into_iter().map(|row| self.known(row)).collect::<Result<Vec<_>, _>>()?;
             self.turns.next(place);
-            self.first.begin(StageInput { rows: rows.clone(), ..StageInput::default() })?;
-            // The step is on its way before the thread that waits for its rows wakes.
-            if sent.send(SentStep { rows: rows.into(), place, signal }).is_err() {
-                return Ok(());
-            }
+            self.first.begin(SentStep { rows: rows.into(), place, signal }, &Bytes::new())?;
         }
         Ok(())
     }
@@ -265,35 +271,53 @@ impl RowElsewhere {
             (None, RowInput::Previous) => (Vec::new(), None),
         };
         let tables = row.tables.iter().map(|table| table.to_vec()).collect();
-        let row =
-            StageRow { tokens, start: row.start, tables, is_wanted: false, n_targets: 0, outcome: Ok(()) };
-        Self { row, drawn }
+        let targets = row.prompt_logprobs.map_or(&[][..], |targets| targets.tokens);
+        let n_targets = targets.len().min(row.input.n_tokens());
+        let is_wanted = row.sample.is_some();
+        Self {
+            row: StageRow { tokens, start: row.start, tables, is_wanted, n_targets, outcome: Ok(()) },
+            drawn,
+        }
     }
 }
 
 // === impl Passer ===
 
 impl Passer {
-    /// Passes rows on until no more steps were sent.
+    /// Passes rows on until no more steps were sent. The process with the first rank has them. A process that reports a layer
+    /// has the sum of all ranks, so all of them have written it.
     fn pass_all(self, sent: &Receiver<SentStep>) -> Result<(), StageLost> {
         while let Ok(step) = sent.recv() {
-            let results = self.stage.finish(&mut |n_layers| step.signal.layers_done(n_layers))?;
+            let mut layers_done = |n_layers| step.signal.layers_done(n_layers);
+            let finish = |process: &Arc<dyn RemoteStage>| process.finish(&mut layers_done);
+            let results = self.processes.iter().map(finish).collect::<Result<Vec<_>, _>>()?;
+            let Some(next) = &self.next else { continue };
+            let hidden = results.into_iter().next().map(|results| results.hidden).unwrap_or_default();
             let n_tokens: usize = step.rows.iter().map(|row| row.tokens.len()).sum();
-            if results.hidden.len() != hidden_bytes(n_tokens, self.hidden) {
+            if hidden.len() != hidden_bytes(n_tokens, self.hidden) {
                 return Err(StageLost::other_step());
             }
-            match &self.next {
-                Next::Here(rows) => {
-                    rows.lock().unwrap_or_else(PoisonError::into_inner).put(step.place, &results.hidden);
-                }
-                Next::Stage(next, sent) => {
-                    let rows = step.rows.to_vec();
-                    next.begin(StageInput { rows, hidden: results.hidden, ..StageInput::default() })?;
-                    if sent.send(step).is_err() {
-                        return Ok(());
-                    }
-                }
-            }
+            next.begin(step, &hidden)?;
+        }
+        Ok(())
+    }
+}
+
+// === impl Target ===
+
+impl Target {
+    /// Sends a step to all processes of the stage, with the rows of the stage before.
+    fn begin(&self, step: SentStep, hidden: &Bytes) -> Result<(), StageLost> {
+        if let Some(rows) = &self.here {
+            rows.lock().unwrap_or_else(PoisonError::into_inner).put(step.place, hidden);
+        }
+        for process in &self.processes {
+            let (rows, hidden) = (step.rows.to_vec(), hidden.clone());
+            process.begin(StageInput { rows, hidden, ..StageInput::default() })?;
+        }
+        if let Some(sent) = &self.sent {
+            // The step is on its way before the thread that waits for it wakes. If that thread has ended, it has said why.
+            let _ = sent.send(step);
         }
         Ok(())
     }
@@ -313,7 +337,7 @@ mod tests {
 
     use super::*;
     use crate::backend::remote::{StageResults, StageWeights};
-    use crate::step::SlotId;
+    use crate::step::{PromptTargets, SlotId};
 
     /// A stage that keeps what it gets, and answers with prepared rows.
     #[derive(Debug, Default)]
@@ -358,7 +382,10 @@ mod tests {
         let hidden: Vec<u8> = (0..hidden_bytes(4, 2) as u8).collect();
         *first.answers.lock().expect("no panic") = [hidden.clone(), vec![0; 7]].into();
         let (sent_on, to_second) = sync_channel(2);
-        let passer = Passer { stage: first, next: Next::Stage(Arc::clone(&second) as _, sent_on), hidden: 2 };
+        let mate = Arc::new(KeepingStage::default());
+        *mate.answers.lock().expect("no panic") = [Vec::new(), Vec::new()].into();
+        let next = Target { processes: vec![Arc::clone(&second) as _], sent: Some(sent_on), here: None };
+        let passer = Passer { processes: vec![first, mate], next: Some(next), hidden: 2 };
         let (sent, to_first) = sync_channel(2);
         let (signal, fence) = FenceSignal::new();
         let signal = Arc::new(signal);
@@ -384,9 +411,12 @@ mod tests {
         let tokens = [TokenId(5), TokenId(6)];
         let tables: &[&[BlockIdx]] = &[&[BlockIdx(1)]];
         let of = |input, known| {
-            let row = Row { slot: SlotId(1), input, start: 9, tables, prompt_logprobs: None, sample: None };
+            let targets = PromptTargets { tokens: &tokens, n_top: 0 };
+            let prompt_logprobs = Some(targets);
+            let row = Row { slot: SlotId(1), input, start: 9, tables, prompt_logprobs, sample: None };
             let RowElsewhere { row, drawn } = RowElsewhere::of(&row, known);
             assert_eq!((row.start, row.tables), (9, vec![vec![BlockIdx(1)]]));
+            assert_eq!((row.is_wanted, row.n_targets), (false, input.n_tokens()));
             (row.tokens, drawn)
         };
         assert_eq!(of(RowInput::Tokens(&tokens), None), (tokens.to_vec(), None));

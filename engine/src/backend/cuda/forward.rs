@@ -10,12 +10,13 @@ use kernels::cuda::{
 
 use super::decoder::{Decoder, Pass};
 use super::layer::NormState;
+use super::rank_links::RankLinks;
 use super::weights::Sizes;
 use super::workspace::Workspace;
 
 impl Decoder {
     /// Runs a step on one stage: from its words, or the rows of the stage before, to its rows or sampled tokens. Calls
-    /// `written` after each layer's KV writes are launched.
+    /// `written` after each layer's KV writes are launched, also those of ranks in other processes.
     pub(super) fn forward(
         &self,
         pass: &mut Pass<'_>,
@@ -28,14 +29,20 @@ impl Decoder {
         if stage.is_first() {
             self.embed(pass)?;
         }
-        let mut normed = NormState::Whole;
+        let (mut normed, are_elsewhere) = (NormState::Whole, pass.ranks.are_in_processes());
         for (nth, layer) in self.weights.layers.iter().enumerate() {
             let place = self.places[nth];
             self.project(pass, layer, place, normed)?;
-            written(nth)?;
+            if !are_elsewhere {
+                written(nth)?;
+            }
             self.attend_decodes(pass, place)?;
             self.attend_chunks(pass, layer, place)?;
             normed = self.add_attention(pass, layer)?;
+            if are_elsewhere {
+                // After a sum, the ranks of all processes have written the layer.
+                written(nth)?;
+            }
             self.gate(pass, layer, normed)?;
             normed = self.add_feed_forward(pass, layer, self.weights.layers.get(nth + 1))?;
         }
@@ -135,17 +142,15 @@ impl Decoder {
         };
         // With several ranks each rank computes the logits of some tokens. All ranks then sample from all
         // logits.
-        let own = if pass.peers.is_some() { &mut *own_logits } else { &mut *logits };
+        let own = if pass.ranks.is_alone() { &mut *logits } else { &mut *own_logits };
         let answer = OutputRows::Wide(own.view_mut().slice(0..n * head_rows));
         let factors = Factors { w: WeightMatrix::Bf16(self.weights.head()), x: rows, k: hidden };
         pass.products.multiply(pass.card, answer, factors)?;
-        match pass.peers.as_deref_mut() {
-            None => Ok(()),
-            Some(peers) => {
-                let (whole, part) =
-                    (logits.view_mut().slice(0..n * vocab), own_logits.slice(0..n * head_rows));
-                pass.card.gather_columns(peers, whole, part, n)
-            }
+        let (whole, part) = (logits.view_mut().slice(0..n * vocab), 0..n * head_rows);
+        match &mut *pass.ranks {
+            RankLinks::Alone => Ok(()),
+            RankLinks::Peers(peers) => pass.card.gather_columns(peers, whole, own_logits.slice(part), n),
+            RankLinks::Processes(sums) => sums.join_logits(pass.card, whole, own_logits.slice(part), vocab),
         }
     }
 }

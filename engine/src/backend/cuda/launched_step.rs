@@ -2,6 +2,7 @@
 
 use std::sync::{Arc, OnceLock};
 
+use device::cuda::nccl::EndOfSums;
 use device::cuda::{CudaError, Event, PinnedNumbers, View};
 use kernels::cpu::Processor;
 use kernels::cuda::{ComputeCard, LostFlag, Outcome};
@@ -57,6 +58,8 @@ pub(super) struct Source<'a> {
 #[derive(Clone, Debug, Default)]
 pub(super) struct LostFlags {
     pub(super) of_ranks: Arc<[LostFlag]>,
+    /// What ends the sums with ranks of other processes.
+    pub(super) sums: Arc<[EndOfSums]>,
     pub(super) elsewhere: Arc<OnceLock<StageLost>>,
 }
 
@@ -234,6 +237,12 @@ impl LostFlags {
     /// Tells all GPUs that one is lost, so that they stop waiting.
     pub(super) fn raise(&self) {
         self.of_ranks.iter().for_each(LostFlag::raise);
+        self.end_sums();
+    }
+
+    /// Lets GPUs pass that wait for those of other processes.
+    pub(super) fn end_sums(&self) {
+        self.sums.iter().for_each(EndOfSums::end);
     }
 
     /// Makes the error for raised flags.

@@ -13,6 +13,7 @@ use kernels::cuda::{
 };
 
 use super::decoder::{Decoder, LayerPlace, Pass};
+use super::rank_links::RankLinks;
 use super::weights::{DenseWeights, ExpertWeights, FeedForward, LayerWeights, Linear};
 use super::workspace::Workspace;
 
@@ -175,9 +176,9 @@ impl Decoder {
                 let space = expert_space(space)?;
                 let form = self.experts_form(pass.card, experts, space, n);
                 // Ranks add up the sums of their experts first.
-                let sums = match pass.peers {
-                    Some(_) => ExpertSums::Written(given.view_mut().slice(numbers)),
-                    None => ExpertSums::Normed(NormedRows {
+                let sums = match pass.ranks.is_alone() {
+                    false => ExpertSums::Written(given.view_mut().slice(numbers)),
+                    true => ExpertSums::Normed(NormedRows {
                         out: normed.view_mut().slice(numbers.clone()),
                         residual: residual.view_mut().slice(numbers),
                         weight: after.norm.view(),
@@ -185,7 +186,7 @@ impl Decoder {
                     }),
                 };
                 pass.products.sum_experts(pass.card, form, experts.layer(), sums, space)?;
-                if pass.peers.is_some() {
+                if !pass.ranks.is_alone() {
                     self.add_given(pass, after.norm)?;
                 }
                 match &experts.shared {
@@ -218,8 +219,12 @@ impl Decoder {
         after: NextNorm<'_>,
     ) -> Result<NormState, CudaError> {
         let (n, hidden, k) = (pass.dims.n_tokens, self.sizes.hidden, matrix.columns);
-        let are_thrown = pass.peers.as_deref().is_none_or(|peers| self.throws(peers, n));
-        let form = form_unbiased(pass, matrix).filter(|_| are_thrown && after.can_end);
+        let is_joined = match &*pass.ranks {
+            RankLinks::Alone => true,
+            RankLinks::Peers(peers) => self.throws(peers, n),
+            RankLinks::Processes(_) => false,
+        };
+        let form = form_unbiased(pass, matrix).filter(|_| is_joined && after.can_end);
         let Workspace { attended, gated, given, residual, normed, squares, .. } = &mut *pass.space;
         let x = match output {
             LayerOutput::Attended => attended.slice(0..n * k),
@@ -233,15 +238,15 @@ impl Decoder {
                 weight: after.norm.view(),
                 squares: squares.view_mut().slice(0..n * n_parts),
             };
-            let ending = match pass.peers.as_deref_mut() {
-                None => Ending::Added(added),
-                Some(peers) => Ending::Joined(added, peers),
+            let ending = match &mut *pass.ranks {
+                RankLinks::Peers(peers) => Ending::Joined(added, peers),
+                RankLinks::Alone | RankLinks::Processes(_) => Ending::Added(added),
             };
             pass.products.multiply_own(pass.card, form, FusedProduct::plain(w, x, k), ending)?;
             return Ok(NormState::Pending { n_parts });
         }
         let mut given = given.view_mut().slice(0..n * hidden);
-        if pass.peers.is_none() && matrix.bias.is_none() {
+        if pass.ranks.is_alone() && matrix.bias.is_none() {
             let next = Epilogue::Norm(NormedRows {
                 residual: residual.view_mut().slice(0..n * hidden),
                 out: normed.view_mut().slice(0..n * hidden),
@@ -263,15 +268,21 @@ impl Decoder {
         let Workspace { given, normed, residual, .. } = &mut *pass.space;
         let (out, residual) =
             (normed.view_mut().slice(numbers.clone()), residual.view_mut().slice(numbers.clone()));
-        let (part, weight, epsilon) = (given.slice(numbers), norm.view(), self.epsilon);
-        match pass.peers.as_deref_mut() {
-            None => pass.card.add_rms_norm(out, residual, part, weight, epsilon),
-            Some(peers) => {
+        let (weight, epsilon) = (norm.view(), self.epsilon);
+        if let RankLinks::Processes(sums) = &*pass.ranks {
+            sums.add_parts(pass.card, &mut given.view_mut().slice(numbers.clone()))?;
+        }
+        let part = given.slice(numbers);
+        match &mut *pass.ranks {
+            RankLinks::Peers(peers) => {
                 let sum = SumRows { out, residual, part, weight, epsilon };
                 match self.throws(peers, pass.dims.n_tokens) {
                     true => pass.card.sum_few_rows(peers, sum),
                     false => pass.card.sum_many_rows(peers, sum),
                 }
+            }
+            RankLinks::Alone | RankLinks::Processes(_) => {
+                pass.card.add_rms_norm(out, residual, part, weight, epsilon)
             }
         }
     }
@@ -283,14 +294,15 @@ impl Decoder {
     }
 
     /// Returns the rows of a pass that this rank copies for the next stage, which another process computes. The ranks copy
-    /// each row once. With many rows, each rank copies those whose residual it has. With few rows, all ranks have all rows,
-    /// and the first rank copies them.
-    pub(super) fn rows_given(&self, peers: Option<&Peers>, n_rows: usize) -> Option<RowShare> {
+    /// each row once. With many rows, each rank of one process copies those whose residual it has. Otherwise all ranks have
+    /// all rows, and the first rank copies them.
+    pub(super) fn rows_given(&self, ranks: &RankLinks, n_rows: usize) -> Option<RowShare> {
         let width = self.sizes.hidden;
-        match peers {
-            None => Some(RowShare::all(width)),
-            Some(peers) if self.throws(peers, n_rows) => (peers.me() == 0).then_some(RowShare::all(width)),
-            Some(peers) => Some(RowShare { width, first: peers.me(), every: peers.n_ranks() }),
+        match ranks {
+            RankLinks::Peers(peers) if !self.throws(peers, n_rows) => {
+                Some(RowShare { width, first: peers.me(), every: peers.n_ranks() })
+            }
+            _ => self.sizes.share.is_first().then_some(RowShare::all(width)),
         }
     }
 

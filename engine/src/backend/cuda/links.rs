@@ -117,7 +117,8 @@ impl StageLinks {
     ) -> Result<(Vec<Self>, Option<HostOutbox<Bf16>>), CudaError> {
         let LinkSizes { n_stages, limits, hidden, .. } = sizes;
         let mut all: Vec<Self> = cards.iter().map(|_| sizes.no_link()).collect();
-        if nth + 1 == n_stages {
+        // With one stage, the next step reads tokens where they were sampled.
+        if nth + 1 == n_stages && n_stages > 1 {
             let ring = TokenRing::new(n_stages, limits.rows);
             for (link, card) in all.iter_mut().zip(cards) {
                 let tokens = card.buffer(ring.n_places * ring.place_len)?;

@@ -4,7 +4,7 @@
 //! Suggested reading order: settings ([`settings`]), opening (`description`, `opening`), GPU memory (`heads`,
 //! `latent`, `share`, `weights`, `loader`, `fp8`, `upload`, `budget`, `workspace`), the description of a step (`plan`),
 //! its execution (`tools`, `decoder`, `forward`, `layer`, `attention`, `latent_pass`), recorded steps (`graph_sizes`,
-//! `recorded`), sampling (`draws`, `masks`, `targets`), several GPUs (`rank`, `lockstep`), pipeline stages (`stage`, `links`,
+//! `recorded`), sampling (`draws`, `masks`, `targets`), several GPUs (`rank`, `rank_links`, `lockstep`), pipeline stages (`stage`, `links`,
 //! `previous`), several processes (`elsewhere`, [`process`]), results of a step (`launched_step`, `watch`), sleep
 //! (`asleep`), measurements (`timing`, `tuning`, `limits`, `profile`).
 //!
@@ -41,6 +41,7 @@ mod previous;
 pub mod process;
 mod profile;
 mod rank;
+mod rank_links;
 mod recorded;
 pub mod settings;
 mod share;
@@ -250,7 +251,7 @@ impl CudaBackend {
         }
         let end = card.event()?;
         let mut ranks = written.into_iter();
-        let stage = |_| ranks.by_ref().take(self.memory.n_ranks().into()).collect();
+        let stage = |_| ranks.by_ref().take(self.memory.ranks().len()).collect();
         let written = (0..self.n_stages()).map(stage).collect();
         let (first_layer, lost) = (self.first_layer(), self.lost.clone());
         self.watch.watch(WatchedStep { began, first_layer, written, lost, signal: Arc::clone(&signal) });
@@ -427,6 +428,7 @@ impl Drop for CudaBackend {
         // more. They need not wait for masks that no one will write.
         self.masks.of_step(self.n_launched, 0).release();
         self.rank.tools.links.release();
+        self.lost.end_sums();
         let others = self.helpers.end();
         for rank in others.iter().chain([&self.rank]) {
             let _ = rank.tools.card.synchronize();

@@ -19,6 +19,7 @@ use super::links::{LinkSizes, StageLinks, TokenRing};
 use super::lockstep::{Helpers, RankOpenResult};
 use super::previous::PreviousTokens;
 use super::rank::{Order, PREPARE_WITHIN, Rank};
+use super::rank_links::{JoinSums, ProcessSums, RankLinks};
 use super::recorded::RecordedGraphs;
 use super::tools::Tools;
 use super::watch::Watch;
@@ -26,7 +27,7 @@ use super::weights::Sizes;
 use super::workspace::{PATIENCE, Workspace};
 use super::{CudaBackend, CudaSettings, LoadReport, SpareReadbacks, tuning};
 use crate::backend::cpu;
-use crate::backend::remote::{RemoteProcess, weights_of};
+use crate::backend::remote::{RemoteProcess, StageRanks, weights_of};
 use crate::error::{LoadError, OpenError};
 use crate::kv_room::{AutoRoom, KvRoom};
 use crate::model::{ActivationFormat, ModelConfig};
@@ -42,7 +43,10 @@ const SAMPLER_THREADS: usize = 4;
 struct AllocatedRank {
     sizes: Sizes,
     products: Products,
+    /// `None` with one rank, or ranks in several processes.
     peers: Option<Peers>,
+    /// What joins the ranks of several processes; `None` if they are in one.
+    sums: Option<JoinSums>,
     links: StageLinks,
     space: Workspace,
     memory: KvMemory,
@@ -115,22 +119,24 @@ impl PreparedModel {
     }
 
     /// Allocates all memory, loads the weights and prepares steps. Rejects a model that does not fit; the error lists the
-    /// bytes by purpose.
-    pub(super) fn open(self) -> Result<OpenedRanks, OpenError> {
+    /// bytes by purpose. `joins` joins the ranks of the stage, if some are in other processes.
+    pub(super) fn open(self, joins: Option<StageRanks>) -> Result<OpenedRanks, OpenError> {
         let Self { cards, described } = self;
         let described = Arc::new(described);
-        let Allocated { ranks, rows_in, weight_bytes } = described.take(cards)?;
+        let Allocated { ranks, rows_in, weight_bytes } = described.take(cards, joins.as_ref())?;
         let memory = ranks.first().map(|first| first.memory.clone()).expect("there is a first rank");
         cpu::log_latents(&described.folder.config, &memory);
         cpu::log_stages(&described.stages, &memory);
         let started = Instant::now();
         let of_ranks: Vec<_> =
             ranks.iter().filter_map(|rank| rank.peers.as_ref()).map(Peers::lost_flag).collect();
+        let sums: Vec<_> =
+            ranks.iter().filter_map(|rank| rank.sums.as_ref()).map(|sums| sums.end.clone()).collect();
         let (mut rank, mut helpers) = described.load_all(ranks)?;
         let loaded = LoadReport { bytes: weight_bytes, seconds: started.elapsed().as_secs_f64() };
         info!(mib = loaded.bytes >> 20, seconds = loaded.seconds, "weights loaded onto the GPU");
         described.prepare(&mut rank, &mut helpers)?;
-        let lost = LostFlags { of_ranks: of_ranks.into(), ..LostFlags::default() };
+        let lost = LostFlags { of_ranks: of_ranks.into(), sums: sums.into(), ..LostFlags::default() };
         Ok(OpenedRanks { described, memory, rank, helpers, lost, rows_in, loaded })
     }
 }
@@ -139,28 +145,26 @@ impl CudaBackend {
     /// Opens a folder's model on one GPU, or divided over several GPUs, and allocates all memory. Rejects a model that does
     /// not fit; the error lists the bytes by purpose.
     pub fn open(folder: &Path, kv: impl Into<KvRoom>, settings: &CudaSettings) -> Result<Self, OpenError> {
-        Self::of(PreparedModel::of(folder, kv.into(), settings)?, &[])
+        Self::of(PreparedModel::of(folder, kv.into(), settings)?, &[], None)
     }
 
-    /// Opens the stages of this process. `remote` are the stages before them, in other processes.
-    pub(super) fn of(prepared: PreparedModel, remote: &[RemoteProcess]) -> Result<Self, OpenError> {
-        let opened = prepared.open()?;
+    /// Opens the share of this process. `remote` are the other processes. For `joins` see [`PreparedModel::open`].
+    pub(super) fn of(
+        prepared: PreparedModel,
+        remote: &[RemoteProcess],
+        joins: Option<StageRanks>,
+    ) -> Result<Self, OpenError> {
+        let opened = prepared.open(joins)?;
         let OpenedRanks { described, memory, rank, helpers, lost, rows_in, loaded } = opened;
         let (limits, card) = (described.settings().limits, &rank.tools.card);
         let model = described.model_info(&described.settings().arithmetic(card.arch()))?;
         weights_of(remote, &model.fingerprint)?;
-        let elsewhere = match rows_in {
-            None => None,
-            Some(rows) => {
+        let elsewhere = match remote {
+            [] => None,
+            remote => {
                 let (sizes, vocab) = (described.link_sizes(), described.folder.config.vocab);
-                Some(Elsewhere::start(ElsewhereParts {
-                    remote,
-                    rows,
-                    sizes,
-                    vocab,
-                    lost: lost.clone(),
-                    card,
-                })?)
+                let (rows, lost) = (rows_in, lost.clone());
+                Some(Elsewhere::start(ElsewhereParts { remote, rows, sizes, vocab, lost, card })?)
             }
         };
         let n_stages = described.all_stages.n_stages();
@@ -259,9 +263,9 @@ fn sampler(config: &ModelConfig) -> Result<HostSampler, OpenError> {
 
 impl ModelDescription {
     /// Allocates the memory of all GPUs except that of weights.
-    fn take(&self, cards: Vec<ComputeCard>) -> Result<Allocated, OpenError> {
+    fn take(&self, cards: Vec<ComputeCard>, joins: Option<&StageRanks>) -> Result<Allocated, OpenError> {
         let mut taken = Vec::with_capacity(cards.len());
-        let (mut weight_bytes, mut together) = (0, None);
+        let (mut weight_bytes, mut together, has_mates) = (0, None, self.settings.has_mates());
         for ((stage, share), card) in self.shares().into_iter().zip(cards) {
             let mut products = open_products(&card, &self.settings)?;
             info!(
@@ -290,7 +294,7 @@ impl ModelDescription {
         let shown: Vec<_> = taken.iter().map(|(_, _, space, _)| space.shown()).collect();
         let n_ranks = usize::from(self.settings.ranks.get());
         let mut peers = Vec::new();
-        if let Some(together) = together {
+        if let Some(together) = together.filter(|_| !has_mates) {
             for (cards, shown) in all.chunks(n_ranks).zip(shown.chunks(n_ranks)) {
                 peers.extend(Peers::all(cards, shown, together)?);
             }
@@ -302,10 +306,13 @@ impl ModelDescription {
         };
         let mut links = links.into_iter();
         let mut peers = peers.into_iter();
+        let sums = all.iter().filter_map(|_| joins).map(JoinSums::of).collect::<Result<Vec<_>, _>>()?;
+        let mut sums = sums.into_iter();
         let allocated = |(sizes, products, space, card)| AllocatedRank {
             sizes,
             products,
             peers: peers.next(),
+            sums: sums.next(),
             links: links.next().expect("a GPU has links"),
             space,
             memory: memory.clone(),
@@ -315,7 +322,8 @@ impl ModelDescription {
     }
 
     fn link_sizes(&self) -> LinkSizes {
-        let CudaSettings { ranks, limits, only_stage: only, .. } = self.settings;
+        let CudaSettings { ranks, limits, .. } = self.settings;
+        let only = self.settings.only_stage();
         let (n_ranks, n_stages) = (usize::from(ranks.get()), self.all_stages.n_stages());
         LinkSizes { n_ranks, n_stages, only, limits, hidden: self.folder.config.hidden }
     }
@@ -323,7 +331,7 @@ impl ModelDescription {
     /// Returns the index of the GPU whose rank works on the caller's thread: the first rank of this process's last stage. The
     /// host reads its results.
     pub(super) fn nth_of_sampler(&self) -> usize {
-        (self.stages.n_stages() - 1) * usize::from(self.settings.ranks.get())
+        (self.stages.n_stages() - 1) * self.settings.ranks_here().len()
     }
 
     /// Loads the weights of all ranks at the same time: those of the first rank that samples on this thread, the others'
@@ -348,10 +356,16 @@ impl ModelDescription {
     }
 
     fn load(&self, allocated: AllocatedRank) -> Result<Rank, OpenError> {
-        let AllocatedRank { sizes, products, peers, links, space, memory, card } = allocated;
+        let AllocatedRank { sizes, products, peers, sums, links, space, memory, card } = allocated;
+        // The ranks of all processes join before they load weights, which takes some of them longer than others.
+        let ranks = match (peers, sums) {
+            (Some(peers), _) => RankLinks::Peers(Box::new(peers)),
+            (None, Some(sums)) => RankLinks::Processes(ProcessSums::join(&card, sizes.share, sums)?),
+            (None, None) => RankLinks::Alone,
+        };
         let decoder = self.decoder(&card, sizes)?;
         let recorded = RecordedGraphs::new(self.graph_sizes(), self.layout.groups.len(), self.words_max());
-        Ok(Rank::new(Tools { products, peers, links, space, decoder, memory, card }, recorded)?)
+        Ok(Rank::new(Tools { products, ranks, links, space, decoder, memory, card }, recorded)?)
     }
 
     /// Measures the fastest products and records steps, on all ranks at the same time.

@@ -1,17 +1,19 @@
 //! Hot path.
-//! The stage that one of several processes of a node computes on its GPUs.
+//! The stage, or the ranks of one, that one of several processes of a node computes on its GPUs.
 
+use std::num::NonZero;
 use std::path::Path;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use bytes::Bytes;
+use device::cuda::nccl::{EndOfSums, Nccl};
 use device::cuda::{Bf16, CudaError, Event, HostOutbox, PinnedNumbers, PinnedRows};
 use device::polling;
 use kv_cache::FenceSignal;
 use tokio::time::Instant;
-use types::{BlockIdx, Fingerprint, ProcessShare, StageLayers, in_full};
+use types::{BlockIdx, Fingerprint, ProcessShare, Sampling, StageLayers, StopRules, TokenId, in_full};
 
 use super::draws::Draws;
 use super::elsewhere::hidden_bytes;
@@ -24,13 +26,15 @@ use super::rank::{LaunchedOnAll, Rank, Step, launch_on_all};
 use super::watch::{Watch, WatchedStep};
 use super::{CudaBackend, CudaSettings};
 use crate::backend::remote::{
-    DirectStage, LoadedStage, RemoteProcess, StageInput, StageLost, StageProcess, StageResults, StageRow,
-    StageWeights,
+    DirectStage, LoadedStage, RemoteProcess, StageInput, StageLost, StageMates, StageProcess, StageRanks,
+    StageResults, StageRow, StageWeights,
 };
 use crate::error::{LoadError, OpenError, RowError};
 use crate::kv_room::KvRoom;
-use crate::step::{Row, RowInput, SlotId};
+use crate::step::{PromptTargets, Row, RowInput, SampleSpec, SlotId};
 
+/// The most ranks whose sum does not depend on the order.
+const EXACT_RANKS_MAX: NonZero<u16> = NonZero::new(2).expect("two is not zero");
 /// The longest time for which a step waits for the memory of an earlier step's rows.
 const SENT_WITHIN: Duration = Duration::from_secs(10);
 
@@ -46,6 +50,8 @@ pub struct CudaStage {
     launcher: Mutex<Launcher>,
     spare: SyncSender<PinnedNumbers<Bf16>>,
     loaded: LoadedStage,
+    /// The processes of the stage's other ranks; `None` if this one has all.
+    mates: Option<Arc<dyn StageMates>>,
     lost: LostFlags,
 }
 
@@ -59,11 +65,22 @@ struct Launcher {
     ring: TokenRing,
     n_launched: u64,
     room: StepRoom,
+    /// What rows ask for, if this process has ranks of the last stage.
+    wants: Option<Arc<Wants>>,
     first_layer: u16,
+    /// The numbers of a row that this process passes on; 0 without the first rank.
     hidden: usize,
     lost: LostFlags,
     spare: Receiver<PinnedNumbers<Bf16>>,
     launched: SyncSender<LaunchedRows>,
+}
+
+/// What the rows of the last stage ask for. The head samples, so the tokens do not matter.
+#[derive(Debug)]
+struct Wants {
+    sampling: Sampling,
+    stop: StopRules,
+    tokens: Vec<TokenId>,
 }
 
 /// What the GPUs were prepared for.
@@ -113,11 +130,11 @@ pub fn open_apart(folder: &Path, kv_bytes: usize, settings: &CudaSettings) -> Re
     let n_blocks = prepared.iter().map(PreparedStage::n_blocks).min().unwrap_or(0);
     let head = prepared.pop().expect("there is a stage");
     let direct = |(nth, stage): (usize, PreparedStage)| -> Result<RemoteProcess, OpenError> {
-        let stage = Arc::new(DirectStage(Arc::new(stage.open(n_blocks)?)));
+        let stage = Arc::new(DirectStage(Arc::new(stage.open(n_blocks, None)?)));
         Ok(RemoteProcess { share: share(nth), stage })
     };
     let remote = prepared.into_iter().enumerate().map(direct).collect::<Result<Vec<_>, _>>()?;
-    head.open_head(n_blocks, &remote)
+    head.open_head(n_blocks, &remote, None)
 }
 
 // === impl PreparedStage ===
@@ -131,12 +148,17 @@ impl PreparedStage {
         settings: &CudaSettings,
         share: ProcessShare,
     ) -> Result<Self, OpenError> {
-        if share.ranks.len() < usize::from(settings.ranks.get()) {
-            let why = "GPUs of one stage in several processes are not implemented: set expert.model.stages to 0, or \
-                       model.device to \"cpu\"";
-            return Err(OpenError::CudaModel(why.to_owned()));
+        let settings = CudaSettings { only: Some(share), ..settings.clone() };
+        if settings.has_mates() {
+            if settings.deterministic && settings.ranks > EXACT_RANKS_MAX {
+                let why = format!(
+                    "model.deterministic with more than {EXACT_RANKS_MAX} GPUs of one stage in several processes is not \
+                     implemented: NCCL adds up their numbers in an order that depends on the batch"
+                );
+                return Err(OpenError::CudaModel(why));
+            }
+            Nccl::load()?;
         }
-        let settings = CudaSettings { only_stage: Some(share.stage), ..settings.clone() };
         PreparedModel::of(folder, kv, &settings).map(Self)
     }
 
@@ -160,21 +182,37 @@ impl PreparedStage {
         &self.0.described.all_stages
     }
 
-    /// Loads the stage's weights, and takes memory for `n_blocks` blocks.
-    pub fn open(self, n_blocks: u32) -> Result<CudaStage, OpenError> {
-        CudaStage::of(self.0.with_blocks(n_blocks).open()?)
+    /// Makes an id by which the ranks of one stage find each other. Empty if they are in one process.
+    pub fn sums_id(&self) -> Result<Bytes, OpenError> {
+        match self.0.described.settings().has_mates() {
+            true => Ok(Bytes::from_owner(Nccl::load()?.unique_id()?.0)),
+            false => Ok(Bytes::new()),
+        }
     }
 
-    /// Loads the weights of the last stage, and makes the backend of the whole model. `remote` are the other processes.
-    pub fn open_head(self, n_blocks: u32, remote: &[RemoteProcess]) -> Result<CudaBackend, OpenError> {
-        CudaBackend::of(self.0.with_blocks(n_blocks), remote)
+    /// Loads the stage's weights, and takes memory for `n_blocks` blocks. `ranks` joins the stage's ranks, if some are in
+    /// other processes.
+    pub fn open(self, n_blocks: u32, ranks: Option<StageRanks>) -> Result<CudaStage, OpenError> {
+        let mates = ranks.as_ref().map(|ranks| Arc::clone(&ranks.mates));
+        CudaStage::of(self.0.with_blocks(n_blocks).open(ranks)?, mates)
+    }
+
+    /// Loads the weights of the last stage, and makes the backend of the whole model. `remote` are the other processes, and
+    /// `ranks` joins those of the last stage.
+    pub fn open_head(
+        self,
+        n_blocks: u32,
+        remote: &[RemoteProcess],
+        ranks: Option<StageRanks>,
+    ) -> Result<CudaBackend, OpenError> {
+        CudaBackend::of(self.0.with_blocks(n_blocks), remote, ranks)
     }
 }
 
 // === impl CudaStage ===
 
 impl CudaStage {
-    fn of(opened: OpenedRanks) -> Result<Self, OpenError> {
+    fn of(opened: OpenedRanks, mates: Option<Arc<dyn StageMates>>) -> Result<Self, OpenError> {
         let OpenedRanks { rank, helpers, described, memory, lost, rows_in, .. } = opened;
         let (sizes, limits) = (rank.tools.decoder.sizes, described.settings().limits);
         let card = &rank.tools.card;
@@ -200,8 +238,9 @@ impl CudaStage {
             },
             ring: TokenRing::new(sizes.stage.n_stages, limits.rows),
             n_launched: 0,
+            wants: sizes.stage.is_last().then(|| Arc::new(Wants::new(limits.tokens))),
             first_layer: layers.start,
-            hidden: sizes.hidden,
+            hidden: if sizes.share.is_first() { sizes.hidden } else { 0 },
             lost: lost.clone(),
             spare,
             launched: launched_in,
@@ -211,7 +250,15 @@ impl CudaStage {
         };
         let (launched, launcher) = (Mutex::new(launched), Mutex::new(launcher));
         let loaded = LoadedStage { weights, memory, layers };
-        Ok(Self { launched, launcher, spare: give_back, loaded, lost })
+        Ok(Self { launched, launcher, spare: give_back, loaded, mates, lost })
+    }
+
+    /// Refuses to wait for ranks of other processes that do not come. A lost head ends the connections to them.
+    fn check_mates(&self) -> Result<(), CudaError> {
+        if self.mates.as_ref().is_some_and(|mates| mates.is_lost()) {
+            return Err(CudaError::PeerLost { why: "another process of this node is gone".to_owned() });
+        }
+        self.lost.sums.iter().try_for_each(EndOfSums::check)
     }
 
     /// Waits for the copies of a step's rows.
@@ -220,6 +267,11 @@ impl CudaStage {
         let began = Instant::now();
         for end in &ends {
             while !end.is_reached()? {
+                if let Err(error) = self.check_mates() {
+                    // The drop of the rows waits for the GPUs, which wait for the other ranks.
+                    self.lost.raise();
+                    return Err(error);
+                }
                 polling::sleep(began.elapsed());
             }
         }
@@ -254,8 +306,9 @@ impl StageProcess for CudaStage {
 impl Launcher {
     fn begin(&mut self, input: &StageInput, signal: Arc<FenceSignal>) -> Result<(), StageLost> {
         let tables: Vec<Vec<&[BlockIdx]>> = input.rows.iter().map(tables_of).collect();
-        let rows: Vec<Row<'_>> =
-            input.rows.iter().zip(&tables).map(|(row, tables)| row_of(row, tables)).collect();
+        let wants = self.wants.clone();
+        let rows = input.rows.iter().zip(&tables).map(|(row, of)| row_of(row, of, wants.as_deref()));
+        let rows: Vec<Row<'_>> = rows.collect();
         let mut plan = Plan::of(&rows, self.room.bounds, |_| Err(RowError::NoTokenInFlight));
         if !self.room.admits(input, &plan) {
             return Err(StageLost("the head has sent a step that this stage cannot compute".to_owned()));
@@ -323,6 +376,7 @@ impl StepRoom {
         };
         plan.places.iter().all(Result::is_ok)
             && (1..=self.n_tokens).contains(&n_tokens)
+            && plan.dims.n_wanted <= self.bounds.n_wanted_max
             && n_words <= self.n_words
             && input.hidden.len() == n_hidden
             && input.rows.iter().all(is_within)
@@ -333,10 +387,30 @@ fn tables_of(row: &StageRow) -> Vec<&[BlockIdx]> {
     row.tables.iter().map(Vec::as_slice).collect()
 }
 
-/// Makes a row that samples nothing.
-fn row_of<'a>(row: &'a StageRow, tables: &'a [&'a [BlockIdx]]) -> Row<'a> {
+/// Makes a row. Only in the last stage it has logits, as many as in the head, which samples from them.
+fn row_of<'a>(row: &'a StageRow, tables: &'a [&'a [BlockIdx]], wants: Option<&'a Wants>) -> Row<'a> {
     let input = RowInput::Tokens(&row.tokens);
-    Row { slot: SlotId(0), input, start: row.start, tables, prompt_logprobs: None, sample: None }
+    let sample = wants.filter(|_| row.is_wanted).map(Wants::sample);
+    let prompt_logprobs = wants.filter(|_| row.n_targets > 0).map(|wants| wants.targets(row.n_targets));
+    Row { slot: SlotId(0), input, start: row.start, tables, prompt_logprobs, sample }
+}
+
+impl Wants {
+    /// Makes what rows of up to `n_tokens` tokens ask for.
+    fn new(n_tokens: usize) -> Self {
+        let (sampling, stop) = (Sampling::default(), StopRules::default());
+        Self { sampling, stop, tokens: vec![TokenId(0); n_tokens] }
+    }
+
+    fn sample(&self) -> SampleSpec<'_> {
+        let Self { sampling, stop, .. } = self;
+        SampleSpec { sampling, stop, history: &[], n_prompt: 0, index: 0, constraint: None }
+    }
+
+    fn targets(&self, n_targets: usize) -> PromptTargets<'_> {
+        let n_targets = n_targets.min(self.tokens.len());
+        PromptTargets { tokens: &self.tokens[..n_targets], n_top: 0 }
+    }
 }
 
 // === impl RowBytes ===
@@ -353,6 +427,13 @@ impl Drop for RowBytes {
             // The channel has room for all buffers. After the stage's end nothing takes it.
             let _ = self.spare.try_send(buffer);
         }
+    }
+}
+
+impl Drop for CudaStage {
+    fn drop(&mut self) {
+        // Before the rows of a step are dropped, which waits for the GPUs.
+        self.lost.end_sums();
     }
 }
 
@@ -386,13 +467,51 @@ mod tests {
     }
 
     #[test]
-    fn gpus_of_one_stage_in_several_processes_are_refused() {
+    fn sums_whose_order_depends_on_the_batch_are_refused_if_results_must_not() {
         let ranks = NonZero::new(4).expect("four");
-        let settings = CudaSettings { ranks, cache: None, ..CudaSettings::default() };
+        let settings = CudaSettings { ranks, deterministic: true, cache: None, ..CudaSettings::default() };
         let share = ProcessShare { stage: 0, ranks: 2..4 };
         let error = PreparedStage::prepare(Path::new("/nowhere"), (1 << 20).into(), &settings, share);
-        let error = error.expect_err("they would compute without each other").to_string();
-        assert!(error.starts_with("GPUs of one stage in several processes are not implemented: "), "{error}");
+        let error = error.expect_err("NCCL has no fixed order").to_string();
+        assert!(error.starts_with("model.deterministic with more than 2 GPUs of one stage in "), "{error}");
+    }
+
+    #[test]
+    fn a_process_has_its_ranks_of_the_stage() {
+        let ranks = NonZero::new(4).expect("four");
+        let settings = |only| CudaSettings { ordinal: 1, ranks, only, ..CudaSettings::default() };
+        let of = |only| {
+            let settings = settings(only);
+            (settings.gpus(), settings.ranks_here(), settings.has_mates())
+        };
+        assert_eq!(of(None), (1..5, 0..4, false));
+        assert_eq!(of(Some(ProcessShare { stage: 1, ranks: 0..4 })), (1..5, 0..4, false));
+        assert_eq!(of(Some(ProcessShare { stage: 0, ranks: 2..4 })), (1..3, 2..4, true));
+    }
+
+    /// The ranks of all processes of the last stage sum logits of the same rows.
+    #[test]
+    fn a_row_of_the_last_stage_asks_for_as_many_logits_as_the_heads() {
+        let row = |is_wanted, n_targets| StageRow {
+            tokens: vec![TokenId(7); 3],
+            start: 0,
+            tables: vec![vec![BlockIdx(0)]],
+            is_wanted,
+            n_targets,
+            outcome: Ok(()),
+        };
+        let bounds = Bounds { vocab: 100, n_groups: 1, n_wanted_max: 4 };
+        let wants = Wants::new(8);
+        for (wants, rows, expected) in [
+            (Some(&wants), [row(true, 0), row(false, 3)], (1, 3)),
+            (Some(&wants), [row(true, 2), row(true, 1)], (2, 3)),
+            (None, [row(true, 2), row(true, 1)], (0, 0)),
+        ] {
+            let tables: Vec<Vec<&[BlockIdx]>> = rows.iter().map(tables_of).collect();
+            let rows: Vec<_> = rows.iter().zip(&tables).map(|(row, of)| row_of(row, of, wants)).collect();
+            let plan = Plan::of(&rows, bounds, |_| Err(RowError::NoTokenInFlight));
+            assert_eq!((plan.dims.n_wanted, plan.dims.n_targets), expected);
+        }
     }
 
     #[test]
@@ -419,7 +538,7 @@ mod tests {
         let admits = |room: &StepRoom, input: &StageInput| {
             let tables: Vec<Vec<&[BlockIdx]>> = input.rows.iter().map(tables_of).collect();
             let rows: Vec<Row<'_>> =
-                input.rows.iter().zip(&tables).map(|(row, of)| row_of(row, of)).collect();
+                input.rows.iter().zip(&tables).map(|(row, of)| row_of(row, of, None)).collect();
             let plan = Plan::of(&rows, room.bounds, |_| Err(RowError::NoTokenInFlight));
             room.admits(input, &plan)
         };

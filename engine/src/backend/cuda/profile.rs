@@ -86,7 +86,7 @@ impl Decoder {
         product: Option<FusedKernel>,
     ) -> NormState {
         match (before.and_then(|before| form(pass, before)), product) {
-            (Some(form), Some(_)) if pass.peers.is_none() => {
+            (Some(form), Some(_)) if pass.ranks.is_alone() => {
                 NormState::Pending { n_parts: form.parts(self.sizes.hidden) }
             }
             _ => NormState::Whole,

@@ -127,6 +127,7 @@ impl Rank {
         step: &Step,
         write: impl FnOnce(&mut [u32]),
     ) -> Result<Vec<Event>, CudaError> {
+        self.tools.ranks.begin();
         let written = if step.dims.n_tokens == 0 { Vec::new() } else { self.run(step, write)? };
         if self.tools.decoder.sizes.stage.is_last() {
             self.draw(&step.draws, step.masks.as_ref(), step.dims)?;
@@ -142,10 +143,10 @@ impl Rank {
     /// Starts the copies of this rank's rows for another process: the residual, and the rows normed for the next stage's
     /// first layer. Padding is left out.
     fn give_rows(&self, step: &Step, to: &PinnedRows<Bf16>) -> Result<(), CudaError> {
-        let Tools { card, space, decoder, peers, .. } = &self.tools;
+        let Tools { card, space, decoder, ranks, .. } = &self.tools;
         let n = step.places.n_tokens * decoder.sizes.hidden;
         // The method of the sums depends on the rows with padding.
-        match decoder.rows_given(peers.as_ref(), step.dims.n_tokens) {
+        match decoder.rows_given(ranks, step.dims.n_tokens) {
             None => Ok(()),
             Some(share) => {
                 card.receive_rows(&[space.residual.slice(0..n), space.normed.slice(0..n)], share, to)

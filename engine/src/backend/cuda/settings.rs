@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use device::cuda::Cache;
-use types::{KvDtype, StageSplit};
+use types::{KvDtype, ProcessShare, StageSplit};
 
 use crate::backend::{ExpertPlacement, StepLimits};
 use crate::cpu::LoadFormat;
@@ -22,8 +22,8 @@ pub struct CudaSettings {
     /// that the previous stage uses.
     pub stages: StageSplit,
     pub experts: ExpertPlacement,
-    /// The stage that this process computes, if other processes compute the others; `None`: this one computes all.
-    pub only_stage: Option<usize>,
+    /// What this process computes, if other processes compute the rest; `None`: this one computes all.
+    pub only: Option<ProcessShare>,
     pub limits: StepLimits,
     pub load_format: LoadFormat,
     pub kv_dtype: KvDtype,
@@ -51,7 +51,7 @@ impl Default for CudaSettings {
             ranks: NonZero::<u16>::MIN,
             stages: StageSplit::default(),
             experts: ExpertPlacement::Cut,
-            only_stage: None,
+            only: None,
             limits: StepLimits::default(),
             load_format: LoadFormat::Safetensors,
             kv_dtype: KvDtype::Bf16,
@@ -73,9 +73,23 @@ const CHUNK_TOKENS: usize = 512;
 impl CudaSettings {
     /// Returns the numbers of the GPUs that compute the model.
     pub fn gpus(&self) -> Range<usize> {
-        let n_stages = if self.only_stage.is_some() { 1 } else { self.stages.n_stages.get() };
-        let n_gpus = usize::from(self.ranks.get()) * usize::from(n_stages);
-        self.ordinal..self.ordinal + n_gpus
+        let n_stages = if self.only.is_some() { 1 } else { self.stages.n_stages.get() };
+        self.ordinal..self.ordinal + self.ranks_here().len() * usize::from(n_stages)
+    }
+
+    /// Returns the stage that this process computes; `None`: it computes all.
+    pub(super) fn only_stage(&self) -> Option<usize> {
+        self.only.as_ref().map(|share| share.stage)
+    }
+
+    /// Returns the ranks of each stage that this process computes.
+    pub(super) fn ranks_here(&self) -> Range<u16> {
+        self.only.as_ref().map_or(0..self.ranks.get(), |share| share.ranks.clone())
+    }
+
+    /// Returns whether other processes compute some ranks of this one's stage.
+    pub(super) fn has_mates(&self) -> bool {
+        self.ranks_here().len() < usize::from(self.ranks.get())
     }
 
     /// Returns the number of tokens of a sequence for each block of threads; `None` if it depends on the
@@ -88,6 +102,9 @@ impl CudaSettings {
     /// same number of GPUs with the same kernels.
     pub(super) fn arithmetic(&self, arch: &str) -> String {
         match (self.deterministic, self.ranks.get()) {
+            (true, n_ranks) if self.has_mates() => {
+                format!("bf16 on {n_ranks} GPUs of several processes, {arch}, the same in any company")
+            }
             (true, 1) => format!("bf16 on a GPU, {arch}, the same in any company"),
             (true, n_ranks) => format!("bf16 on {n_ranks} GPUs, {arch}, the same in any company"),
             (false, _) => "bf16 on a GPU".to_owned(),

@@ -3,7 +3,7 @@
 
 use device::MemoryError;
 use device::cuda::{CudaError, DeviceMemory};
-use kernels::cuda::{ComputeCard, Peers, PrefillSequence, Products};
+use kernels::cuda::{ComputeCard, PrefillSequence, Products};
 use kv_cache::{KvMemory, OnCard};
 use tracing::warn;
 use types::in_full;
@@ -14,6 +14,7 @@ use super::graph_sizes::GraphSizes;
 use super::launched_step::{LostFlags, Source};
 use super::links::StageLinks;
 use super::plan::{BLOCK_TOKENS, Bounds, Dims};
+use super::rank_links::RankLinks;
 use super::workspace::Workspace;
 use crate::backend::StepLimits;
 use crate::error::OpenError;
@@ -22,8 +23,7 @@ use crate::error::OpenError;
 #[derive(Debug)]
 pub(super) struct Tools {
     pub(super) products: Products,
-    /// The other ranks' GPUs; `None` with one rank.
-    pub(super) peers: Option<Peers>,
+    pub(super) ranks: RankLinks,
     pub(super) links: StageLinks,
     pub(super) space: Workspace,
     pub(super) decoder: Decoder,
@@ -54,13 +54,13 @@ impl Tools {
         sequences: &[PrefillSequence],
         work: impl FnOnce(&Decoder, &mut Pass<'_>) -> Result<T, CudaError>,
     ) -> Result<T, CudaError> {
-        let Self { products, peers, links, space, decoder, memory, card } = self;
-        let (kv, sections, peers) = (kv_of(memory, decoder), dims.sections(), peers.as_mut());
+        let Self { products, ranks, links, space, decoder, memory, card } = self;
+        let (kv, sections) = (kv_of(memory, decoder), dims.sections());
         let earlier = links.earlier();
         let expands = space.expands(sequences, dims.chunk_blocks);
         let latent_rows = if expands { dims.n_decodes } else { dims.n_tokens };
         let mut pass =
-            Pass { card, products, peers, space, earlier, kv, dims, sections, sequences, latent_rows };
+            Pass { card, products, ranks, space, earlier, kv, dims, sections, sequences, latent_rows };
         work(decoder, &mut pass)
     }
 

@@ -1,6 +1,7 @@
 //! A thread that waits for the copy jobs of a GPU, so that no task has to block.
 
 use std::any::Any;
+use std::ops::Range;
 use std::sync::Arc;
 
 use chassis::Gate;
@@ -28,8 +29,9 @@ pub(in crate::connectors) struct CopyThread {
 /// One copy thread for each GPU of the node. Cheap to clone.
 #[derive(Clone, Debug)]
 pub(in crate::connectors) struct CopyThreads {
-    n_ranks: usize,
-    /// Those of all ranks of the first stage, then those of the next.
+    /// The ranks of this process.
+    ranks: Range<u16>,
+    /// Those of all these ranks of the first stage, then those of the next.
     all: Arc<[CopyThread]>,
 }
 
@@ -39,11 +41,16 @@ impl CopyThreads {
         size: PageCopierSize,
         gate: &Gate,
     ) -> Result<Self, TransferError> {
-        let n_ranks = memory.n_ranks();
-        let of_stage = |stage| (0..n_ranks).map(move |rank| card_of(memory, rank, stage));
+        let ranks = memory.ranks();
+        let of_stage = |stage| memory.ranks().map(move |rank| card_of(memory, rank, stage));
         let all = (0..memory.n_stages()).flat_map(of_stage);
         let all = all.map(|card| CopyThread::start(card?.memory(), size, gate));
-        Ok(Self { n_ranks: n_ranks.into(), all: all.collect::<Result<_, _>>()? })
+        Ok(Self { ranks, all: all.collect::<Result<_, _>>()? })
+    }
+
+    /// Returns one of the copy threads.
+    pub(in crate::connectors) fn any(&self) -> &CopyThread {
+        self.all.first().expect("a node on GPUs has one")
     }
 
     /// Returns the copy thread of the GPU of a rank of a pipeline stage.
@@ -51,7 +58,7 @@ impl CopyThreads {
     /// # Panics
     /// If there is no such GPU.
     pub(in crate::connectors) fn of(&self, rank: u16, stage: usize) -> &CopyThread {
-        &self.all[stage * self.n_ranks + usize::from(rank)]
+        &self.all[stage * self.ranks.len() + usize::from(rank - self.ranks.start)]
     }
 }
 

@@ -180,7 +180,7 @@ impl Drop for CardMover {
     fn drop(&mut self) {
         // Giving back slots waits for the GPU, so the copy thread does it.
         if let Some(slots) = self.slots.take() {
-            self.copy_threads.of(0, 0).release(slots);
+            self.copy_threads.any().release(slots);
         }
     }
 }
