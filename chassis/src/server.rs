@@ -35,6 +35,7 @@ use crate::identity::{CertName, Identity, TlsRefused};
 use crate::net::{Listener, Stream};
 use crate::shutdown::Shutdown;
 use crate::task::spawn_guarded;
+use crate::telemetry::RareLines;
 
 /// The limits of one port, with the counts of what they refuse, and the time that it may take to stop.
 #[derive(Clone, Debug)]
@@ -104,6 +105,9 @@ pub async fn serve(
     server.drain().await
 }
 
+static ACCEPT_FAILED: RareLines = RareLines::new();
+static TLS_REFUSED: RareLines = RareLines::new();
+
 struct Server {
     connections: Gate,
     /// The tasks of HTTP/2, one per request. They have their own gate, because a draining connection may still start
@@ -136,7 +140,9 @@ impl Server {
                 Err(error) => {
                     self.limits.counts.refused(ConnectionRefusal::Accept);
                     let closed = connections.close_one();
-                    warn!(%error, idle_connection_closed = closed, "accepting a client connection failed");
+                    if let Some(left_out) = ACCEPT_FAILED.line(&error.to_string()) {
+                        warn!(%error, idle_connection_closed = closed, left_out, "accepting a client connection failed");
+                    }
                     tokio::time::sleep(Self::ACCEPT_PAUSE).await;
                 }
             }
@@ -279,7 +285,9 @@ async fn between_processes(identity: &Identity, stream: Stream, peer: SocketAddr
             debug!(%peer, reason = %refused, "TLS connection from peer refused");
         }
         Err(refused) => {
-            warn!(%peer, reason = %refused, "TLS connection from peer refused");
+            if let Some(left_out) = TLS_REFUSED.line(&refused.to_string()) {
+                warn!(%peer, reason = %refused, left_out, "TLS connection from peer refused");
+            }
             identity.tls_refused(RefusedKind::Connection, refused);
         }
     }

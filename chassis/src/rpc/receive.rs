@@ -1,11 +1,12 @@
 //! The server's side of Baton's headers.
 
+use std::net::SocketAddr;
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use axum::body::{Body, Bytes, HttpBody};
-use axum::extract::{Request, State};
+use axum::extract::{ConnectInfo, Request, State};
 use axum::middleware::Next;
 use axum::response::Response;
 use http::{HeaderMap, HeaderValue};
@@ -19,7 +20,7 @@ use types::node::{MESSAGE_BYTES_MAX, PROTOCOL};
 use super::{headers, roles};
 use crate::identity::call::{Accepts, CallRefused, INSTANCE_HEADER, SignedCall};
 use crate::identity::{CertName, Identity};
-use crate::telemetry::{mark_failed, request_span};
+use crate::telemetry::{RareLines, mark_failed, request_span};
 use crate::world::World;
 
 /// The timeout for the message of a signed call.
@@ -33,6 +34,8 @@ const BODY_BYTES_MAX: usize = MESSAGE_BYTES_MAX + 5;
 const FOR_CLIENTS: [&str; 3] = ["/baton.v1.Inference/", "/grpc.health.v1.Health/", REFLECTION];
 /// The only service whose calls may have many messages, at any time.
 const REFLECTION: &str = "/grpc.reflection.";
+
+static CALL_REFUSED: RareLines = RareLines::new();
 
 /// The check of callers on one server: their signatures, and the address that they dialled.
 #[derive(Clone, Debug)]
@@ -106,6 +109,7 @@ impl Callers {
 pub(super) async fn receive(State(callers): State<Callers>, request: Request, next: Next) -> Response {
     let request_id = headers::request_id(request.headers());
     let span = request_span(request.uri().path(), request_id.as_ref(), request.headers());
+    let peer = request.extensions().get::<ConnectInfo<SocketAddr>>().map(|ConnectInfo(peer)| *peer);
     let checked = match agree(request.headers()) {
         Ok(()) => callers.check(request).await,
         Err(status) => Err(CallRejection::Refused(status)),
@@ -117,7 +121,10 @@ pub(super) async fn receive(State(callers): State<Callers>, request: Request, ne
             return Status::cancelled("the caller has cancelled the call").into_http();
         }
         Err(CallRejection::Refused(status)) => {
-            span.in_scope(|| warn!(reason = status.message(), "incoming gRPC call refused"));
+            if let Some(left_out) = CALL_REFUSED.line(status.message()) {
+                let (peer, reason) = (peer.map(tracing::field::display), status.message());
+                span.in_scope(|| warn!(peer, reason, left_out, "incoming gRPC call refused"));
+            }
             return status.into_http();
         }
     };

@@ -141,6 +141,25 @@ async fn protocol_refusals_table() {
 }
 
 #[tokio::test]
+async fn calls_that_are_refused_for_one_reason_have_one_line_a_minute() {
+    let capture = Capture::spans("decode");
+    let _listening = capture.listen();
+    let served = Served::standard().await;
+    let mut client = HealthClient::new(served.plain_channel());
+    for _ in 0..1000 {
+        let mut request = Request::new(whole_server());
+        request.metadata_mut().insert(PROTOCOL_HEADER, "0-1".parse().unwrap());
+        client.check(request).await.expect_err("no common version");
+    }
+    served.stop().await;
+    let lines = capture.lines();
+    let refused: Vec<_> =
+        lines.iter().filter(|line| line["message"] == "incoming gRPC call refused").collect();
+    assert_eq!((refused.len(), &refused[0]["left_out"]), (1, &0.into()));
+    assert!(refused[0]["peer"].as_str().expect("an address").starts_with("127.0.0.1:"), "{refused:?}");
+}
+
+#[tokio::test]
 async fn the_health_of_a_peer_is_asked() {
     let (routes, reporter) = standard_services(&[], &[]).expect("described");
     let served = Served::start(routes, ServerLimits::default()).await;

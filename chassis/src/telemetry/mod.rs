@@ -9,6 +9,7 @@ mod json;
 mod lines;
 mod otlp;
 mod propagate;
+mod rare;
 mod spans;
 #[cfg(test)]
 mod tests;
@@ -33,6 +34,7 @@ pub use capture::Capture;
 pub use lines::lost_lines;
 pub use otlp::ENDPOINT_VARIABLE;
 pub use propagate::{inject, mark_failed, request_span};
+pub use rare::RareLines;
 
 /// The variable that overrides [`LogSettings::level`] before any configuration is read.
 pub const LEVEL_VARIABLE: &str = "BATON_LOG";
