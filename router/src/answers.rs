@@ -6,12 +6,14 @@ use std::sync::{Arc, OnceLock};
 use std::task::{Context, Poll};
 
 use futures::stream::{FuturesUnordered, SelectAll, Stream, StreamExt};
+use tracing::{info, warn};
 use types::step::PromptLogprob;
 use types::{Prompt, TokenId, Usage};
 
 use crate::accept::{AcceptedRequest, Acceptor, AskedInputs, Caller, SamplingParams};
 use crate::choice::{Choice, Delta};
 use crate::error::{RequestError, ServeError};
+use crate::http::Code;
 use crate::serve::Serve;
 use crate::text::{Detokenizer, PartsRules, ServedModel, Tokenizer};
 
@@ -166,9 +168,21 @@ impl Stream for Deltas {
     type Item = Result<Delta, ServeError>;
 
     fn poll_next(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Self::Item>> {
-        match self.get_mut() {
+        let polled = match self.get_mut() {
             Self::One(choice) => choice.poll_next_unpin(cx),
             Self::Several(choices) => choices.poll_next_unpin(cx),
+        };
+        if let Poll::Ready(Some(Err(error))) = &polled {
+            log_failed(error);
         }
+        polled
+    }
+}
+
+/// Logs why a streamed answer ends early. A deadline that passes, for one, is no warning.
+fn log_failed(error: &ServeError) {
+    match Code::from(error).is_fault() {
+        true => warn!(%error, "streamed answer to client failed"),
+        false => info!(%error, "streamed answer to client failed"),
     }
 }

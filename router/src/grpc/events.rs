@@ -7,7 +7,6 @@ use futures::{Stream, StreamExt as _};
 use proto::v1::generate_event::Event;
 use proto::{prompt_logprobs_to_wire, v1};
 use tonic::Status;
-use tracing::warn;
 use types::{NodeId, RequestId, Usage};
 
 use super::status;
@@ -32,10 +31,7 @@ pub(super) fn events(answers: BegunAnswers, id: RequestId) -> Events {
                 let end = delta.finish.map(|finish| Ok(end(&delta, finish, usage, &id)));
                 [Some(Ok(token(delta))), end]
             }
-            Err(error) => {
-                warn!(%error, "streamed answer to client failed");
-                [Some(Err(status::failed(&error))), None]
-            }
+            Err(error) => [Some(Err(status::failed(&error))), None],
         };
         futures::stream::iter(events.into_iter().flatten())
     });

@@ -13,7 +13,7 @@ use futures::stream::{Stream, StreamExt};
 use http::header::{CACHE_CONTROL, CONTENT_TYPE};
 use serde::Serialize;
 use tokio::time::{Instant, Sleep, sleep_until};
-use tracing::{Span, info, warn};
+use tracing::{Span, info};
 use types::Usage;
 
 use super::answer::{Answer, AnswerContext, AnswerFormat, Envelope, UsageFields};
@@ -127,7 +127,6 @@ impl<W: EventWriter> Events<W> {
             match ready!(self.deltas.poll_next_unpin(cx)) {
                 Some(Ok(delta)) => self.writer.delta(&delta, &mut self.out),
                 Some(Err(error)) => {
-                    warn!(%error, "streamed answer to client failed");
                     if Code::from(&error).status().is_server_error() {
                         mark_failed(&Span::current());
                     }

@@ -247,6 +247,34 @@ async fn status_of_span(serve: Arc<FakeServe>, fields: Value) -> Option<String> 
     span["status"].as_str().map(str::to_owned)
 }
 
+/// Returns the level of the log line about a streamed answer that ends with `error`.
+async fn level_of_line(error: ServeError) -> String {
+    let capture = Capture::spans("router");
+    {
+        let _listening = capture.listen();
+        chat(&FakeServe::new(move |_| breaks("ab", error.clone())), json!({"stream": true})).await;
+    }
+    let lines = capture.lines();
+    let line = lines.iter().find(|line| line["message"] == "streamed answer to client failed");
+    line.expect("a line")["level"].as_str().expect("a level").to_owned()
+}
+
+#[tokio::test(start_paused = true)]
+async fn only_streams_that_end_by_a_fault_are_warnings() {
+    let reason = || "because".to_owned();
+    let refused = |kind| ServeError::Refused { kind, reason: reason() };
+    for (error, expected) in [
+        (ServeError::DeadlinePassed { reason: reason() }, "INFO"),
+        (refused(RefusalKind::Full), "INFO"),
+        (refused(RefusalKind::Cancelled), "INFO"),
+        (refused(RefusalKind::Wire), "WARN"),
+        (ServeError::Failed { reason: reason() }, "WARN"),
+        (ServeError::Draining, "WARN"),
+    ] {
+        assert_eq!(level_of_line(error.clone()).await, expected, "{error}");
+    }
+}
+
 #[tokio::test(start_paused = true)]
 async fn only_errors_of_the_server_mark_the_span() {
     let reason = || "because".to_owned();
