@@ -79,16 +79,26 @@ pub(crate) fn is_complete(snapshot: &Path) -> bool {
 /// The beginning of the file that Git has in place of a large one.
 const LFS_POINTER: &[u8] = b"version https://git-lfs";
 
-/// Returns the reason why a small file in a model's folder has no contents here: it is a link to nowhere, as in a snapshot
-/// without the rest of the hub's cache, or a pointer of Git LFS. Weights are not looked at, because a router needs none.
+/// The number of bytes by which a file without a JSON object is recognized.
+const BEGIN_BYTES: usize = 4096;
+
+/// Returns the reason why a small file in a model's folder cannot be what it must be: it is a link to nowhere, as in a
+/// snapshot without the rest of the hub's cache, a pointer of Git LFS, or has no JSON object. Weights are not looked at,
+/// because a router needs none.
 pub fn without_contents(folder: &Path) -> Option<String> {
-    SMALL.into_iter().map(|name| folder.join(name)).find_map(|path| match File::open(&path) {
+    // An index next to the single file is not read.
+    let is_unread = |name: &str| name == INDEX && folder.join(WEIGHTS).exists();
+    let read = SMALL.into_iter().filter(|name| !is_unread(name));
+    read.map(|name| folder.join(name)).find_map(|path| match File::open(&path) {
         Ok(file) => {
             let mut begin = Vec::new();
-            let is_read = file.take(LFS_POINTER.len() as u64).read_to_end(&mut begin).is_ok();
-            (is_read && begin == LFS_POINTER).then(|| {
-                format!("{} is a pointer of Git LFS: `git lfs pull` downloads the file", path.display())
-            })
+            file.take(BEGIN_BYTES as u64).read_to_end(&mut begin).ok()?;
+            let shown = path.display();
+            if begin.starts_with(LFS_POINTER) {
+                return Some(format!("{shown} is a pointer of Git LFS: `git lfs pull` downloads the file"));
+            }
+            let found = found_for_object(&begin).filter(|_| path.extension().is_some_and(|it| it == "json"))?;
+            Some(format!("{shown} has {found}, where a JSON object is expected"))
         }
         Err(error) => {
             let target = fs::read_link(&path).ok().filter(|_| error.kind() == ErrorKind::NotFound)?;
@@ -99,6 +109,23 @@ pub fn without_contents(folder: &Path) -> Option<String> {
             ))
         }
     })
+}
+
+/// Returns what a file that begins so has in place of a JSON object; `None` if it has one.
+fn found_for_object(begin: &[u8]) -> Option<String> {
+    let found = match begin.trim_ascii_start() {
+        [b'{', ..] => return None,
+        [] if begin.len() == BEGIN_BYTES => return None,
+        [] => "nothing",
+        [b'[', ..] => "a list",
+        [b'"', ..] => "a string",
+        [b'-' | b'0'..=b'9', ..] => "a number",
+        rest if [&b"true"[..], b"false", b"null"].iter().any(|word| rest.starts_with(word)) => "a word",
+        rest => {
+            return Some(format!("no JSON in UTF-8, but `{}…`", rest[..rest.len().min(8)].escape_ascii()));
+        }
+    };
+    Some(found.to_owned())
 }
 
 #[cfg(test)]
@@ -146,6 +173,35 @@ mod tests {
             .expect("written");
         let why = without_contents(folder.path()).expect("it is a pointer");
         assert!(why.contains("generation_config.json is a pointer of Git LFS: `git lfs pull`"), "{why}");
+    }
+
+    #[test]
+    fn files_without_a_json_object_are_named_with_what_they_have() {
+        let wrong = |name: &str, content: &[u8]| {
+            let folder = tempfile::tempdir().expect("a folder");
+            fs::write(folder.path().join(name), content).expect("written");
+            without_contents(folder.path())
+                .map(|why| why.replace(&format!("{}/", folder.path().display()), ""))
+        };
+        for name in [CONFIG, "generation_config.json", "tokenizer_config.json", INDEX] {
+            for (content, found) in [
+                (&b"[1, 2]"[..], "a list"),
+                (b" 42", "a number"),
+                (b"null", "a word"),
+                (b"\"a\"", "a string"),
+                (b"\n", "nothing"),
+                (b"\xff\xfe{\0}\0", "no JSON in UTF-8, but `\\xff\\xfe{\\x00}\\x00…`"),
+                (b"\xef\xbb\xbf{}", "no JSON in UTF-8, but `\\xef\\xbb\\xbf{}…`"),
+            ] {
+                let expected = format!("{name} has {found}, where a JSON object is expected");
+                assert_eq!(wrong(name, content), Some(expected));
+            }
+            assert_eq!(wrong(name, b"\r\n {}"), None);
+        }
+        assert_eq!(wrong("chat_template.jinja", b"[1]"), None);
+        let folder = with_index("42");
+        fs::write(folder.path().join(WEIGHTS), "x").expect("written");
+        assert_eq!(without_contents(folder.path()), None, "the index is not read");
     }
 
     #[test]
