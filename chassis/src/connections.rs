@@ -1,7 +1,7 @@
 //! The connections of one port: their number, their phases, and the choice of the one to close when there are too many.
 //!
-//! A connection that has sent nothing, has sent part of a request's head, or is idle can be closed without loss. Such
-//! connections are closed for new ones, the oldest first. A connection with a running request never is.
+//! A connection that has sent nothing, has sent part of a request, or is idle can be closed without loss. Such connections
+//! are closed for new ones, the oldest first. A connection with a running request never is.
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv6Addr};
@@ -62,7 +62,7 @@ impl ConnectionLimits {
             Phase::Silent(since) => (since, self.first_byte_ms),
             Phase::Head(since) => (since, self.head_ms),
             Phase::Idle(since) => (since, self.idle_ms),
-            Phase::Serving => return None,
+            Phase::Body | Phase::Serving => return None,
         };
         Some(since + Duration::from_millis(ms))
     }
@@ -113,6 +113,8 @@ pub(crate) const NEEDED: &str = "its slot is needed for a new connection";
 enum Phase {
     Silent(Instant),
     Head(Instant),
+    /// The body of an HTTP/1 request is arriving. The handler bounds its time.
+    Body,
     Serving,
     Idle(Instant),
 }
@@ -328,7 +330,7 @@ impl Activity {
         let begins_head = match state.phase {
             Phase::Silent(_) => true,
             Phase::Idle(_) => !state.is_multiplexed,
-            Phase::Head(_) | Phase::Serving => false,
+            Phase::Head(_) | Phase::Body | Phase::Serving => false,
         };
         if begins_head {
             state.phase = Phase::Head(Instant::now());
@@ -346,6 +348,18 @@ impl Activity {
             self.changed.notify_one();
         }
         RequestUnderWay(self.clone())
+    }
+
+    /// Records that the body of the request is still arriving, until the returned value is dropped. `None`: the connection
+    /// is HTTP/2, and serves other requests meanwhile.
+    pub(crate) fn reads_body(self: &Arc<Self>) -> Option<BodyUnderWay> {
+        let mut state = self.state();
+        if state.is_multiplexed {
+            return None;
+        }
+        state.phase = Phase::Body;
+        self.can_close.notify_waiters();
+        Some(BodyUnderWay(self.clone()))
     }
 
     fn is_serving(&self) -> bool {
@@ -368,7 +382,7 @@ impl Phase {
             Self::Silent(_) => "it sent no byte in time",
             Self::Head(_) => "it did not finish a request's head in time",
             Self::Idle(_) => "it was idle for too long",
-            Self::Serving => "",
+            Self::Body | Self::Serving => "",
         }
     }
 }
@@ -385,6 +399,20 @@ impl Drop for RequestUnderWay {
             state.phase = Phase::Idle(Instant::now());
             self.0.changed.notify_one();
             self.0.can_close.notify_waiters();
+        }
+    }
+}
+
+/// Marks a request as not complete, until it is dropped.
+#[derive(Debug)]
+pub(crate) struct BodyUnderWay(Arc<Activity>);
+
+impl Drop for BodyUnderWay {
+    fn drop(&mut self) {
+        let mut state = self.0.state();
+        if state.phase == Phase::Body {
+            state.phase = Phase::Serving;
+            self.0.changed.notify_one();
         }
     }
 }
@@ -454,6 +482,28 @@ mod tests {
         let _place = place.expect("a place was given back");
         let (place, ()) = tokio::join!(connections.place(address(3)), async { drop(_requests) });
         place.expect("a connection became idle");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_request_that_is_not_complete_gives_way() {
+        let connections = Connections::new(ConnectionLimits { per_address_max: 0, ..LIMITS });
+        let mut places = Vec::new();
+        for version in [Version::HTTP_2, Version::HTTP_11, Version::HTTP_11] {
+            let place = connections.place(address(1)).await.expect("room");
+            let request = place.activity.request(version);
+            let body = place.activity.reads_body();
+            places.push((place, request, body));
+        }
+        let (complete, _request, body) = places.pop().expect("three");
+        drop(body.expect("HTTP/1"));
+        connections.place(address(1)).await.expect("the second gives way");
+        assert_eq!(places[1].0.must_close().await, NEEDED);
+        let (multiplexed, _, body) = &places[0];
+        assert!(body.is_none());
+        let waits = tokio::time::timeout(Duration::from_secs(60), async {
+            tokio::join!(multiplexed.must_close(), complete.must_close())
+        });
+        waits.await.expect_err("they are served");
     }
 
     #[tokio::test(start_paused = true)]

@@ -216,12 +216,13 @@ impl Connection {
     async fn serve(self, stream: Stream, caller: Option<CertName>) {
         let Self { tls: _, protocol, router, shutdown, drain, counts, peer, place, bodies } = self;
         let activity = place.activity.clone();
+        let of_body = activity.clone();
         let router = router.map_request(move |mut request: http::Request<Incoming>| {
             request.extensions_mut().insert(ConnectInfo(peer));
             if let Some(caller) = &caller {
                 request.extensions_mut().insert(caller.clone());
             }
-            request.map(|body| bodies.body(body))
+            request.map(|body| observed::asked(bodies.body(body), &of_body))
         });
         let service = tower::service_fn(move |request: http::Request<Incoming>| {
             let under_way = activity.request(request.version());

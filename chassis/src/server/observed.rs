@@ -1,4 +1,5 @@
-//! Wrappers that report a connection's activity: bytes read, and requests until the end of their answers.
+//! Wrappers that report a connection's activity: bytes read, bodies until their end, and requests until the end of their
+//! answers.
 
 use std::io;
 use std::pin::Pin;
@@ -9,7 +10,7 @@ use axum::body::{Body, Bytes, HttpBody};
 use hyper::body::{Frame, SizeHint};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
-use crate::connections::{Activity, RequestUnderWay};
+use crate::connections::{Activity, BodyUnderWay, RequestUnderWay};
 use crate::net::Stream;
 
 /// A connection's stream that reports each read to the connection's [`Activity`].
@@ -63,6 +64,42 @@ impl AsyncWrite for ReadObserver {
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         Pin::new(&mut self.stream).poll_shutdown(cx)
+    }
+}
+
+/// A request's body. Its request counts as not complete until the body is read.
+struct Asked {
+    body: Body,
+    reading: Option<BodyUnderWay>,
+}
+
+/// Reports the body of a request to the connection's [`Activity`], if there is one to wait for.
+pub(super) fn asked(body: Body, activity: &Arc<Activity>) -> Body {
+    let reading = if body.is_end_stream() { None } else { activity.reads_body() };
+    if reading.is_none() { body } else { Body::new(Asked { body, reading }) }
+}
+
+impl HttpBody for Asked {
+    type Data = Bytes;
+    type Error = axum::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
+        let frame = ready!(Pin::new(&mut self.body).poll_frame(cx));
+        if frame.is_none() || self.body.is_end_stream() {
+            self.reading = None;
+        }
+        Poll::Ready(frame)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
     }
 }
 

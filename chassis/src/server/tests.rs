@@ -2,7 +2,8 @@ use std::io;
 use std::sync::{Arc, Mutex};
 
 use async_trait::async_trait;
-use axum::routing::get;
+use axum::body::Bytes;
+use axum::routing::{get, post};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::sync::Notify;
 use tokio::time::{Instant, timeout};
@@ -34,7 +35,8 @@ fn start_at(net: MemoryNet, listener: Box<dyn Listener>, limits: ServerLimits) -
             "/peer",
             get(|ConnectInfo(peer): ConnectInfo<SocketAddr>| async move { peer.ip().to_string() }),
         )
-        .route("/forever", get(std::future::pending::<()>));
+        .route("/forever", get(std::future::pending::<()>))
+        .route("/length", post(async |body: Bytes| body.len().to_string()));
     let shutdown = Shutdown::new();
     let server = spawn_guarded(
         &Gate::new("test"),
@@ -101,6 +103,28 @@ async fn an_idle_connection_gives_way_and_a_served_one_does_not() {
     timeout(SECOND, answer(&mut waiting)).await.expect_err("a request is under way");
     drop(served_one);
     assert!(timeout(SECOND, answer(&mut waiting)).await.expect("room").starts_with("HTTP/1.1 200 OK"));
+}
+
+#[tokio::test(start_paused = true)]
+async fn requests_whose_bodies_do_not_arrive_give_way() {
+    let limits = limits(ConnectionLimits { connections_max: 3, ..ConnectionLimits::default() });
+    let served = start(limits).await;
+    let mut half = Vec::new();
+    for _ in 0..10 {
+        let mut one = served.connect().await;
+        one.write_all(b"POST /length HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\n\r\na").await.expect("room");
+        tokio::time::sleep(SECOND).await;
+        half.push(one);
+    }
+    let mut probe = served.connect().await;
+    probe.write_all(REQUEST).await.expect("room");
+    let answered = timeout(Duration::from_millis(100), answer(&mut probe)).await.expect("at once");
+    assert!(answered.starts_with("HTTP/1.1 200 OK"), "{answered}");
+    assert_eq!(timeout(SECOND, answer(&mut half[0])).await.expect("closed"), "", "its place was needed");
+    let last = half.last_mut().expect("ten");
+    last.write_all(b"bcd").await.expect("room");
+    let answered = answer(last).await;
+    assert!(answered.ends_with("\r\n\r\n4"), "the youngest keeps its place: {answered}");
 }
 
 #[tokio::test(start_paused = true)]
