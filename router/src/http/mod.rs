@@ -3,7 +3,7 @@
 //! Suggested reading order: the path of a request (`api`); its fields (`request_fields`, `fields`,
 //! `constraints`, `chat`, `completions`, `prompt_field`, `tokenize`, and `anthropic`,
 //! `responses` and `conversion`, whose requests become chats); chats (`router::chat`); answers while they are generated (`router::answers`, [`crate::choice`]); the formats of
-//! answers (`answer`, `tools`, `blocks`, `sse`, `logprobs`, `explanation`); requests for other engines (`passthrough`); errors (`error`); pages of other origins (`cors`); and the port's
+//! answers (`answer`, `tools`, `blocks`, `sse`, `logprobs`, `explanation`); requests for other engines (`passthrough`); the live page's chats (`chat_box`); errors (`error`); pages of other origins (`cors`); and the port's
 //! connections ([`stall`], [`tls`]).
 
 pub mod api;
@@ -14,6 +14,7 @@ mod answer;
 mod blocks;
 mod caller;
 mod chat;
+mod chat_box;
 mod completions;
 mod constraints;
 mod explanation;
@@ -46,6 +47,7 @@ use axum::{Router, middleware};
 pub use api::HttpApi;
 use api::RequestHead;
 pub use body::BodyLimits;
+pub use chat_box::chat_box;
 pub use cors::CorsOrigins;
 pub use error::{Code, HttpError};
 pub(crate) use explanation::{ms, parts_ms, route, worst_gap};
@@ -71,16 +73,6 @@ pub fn api(api: HttpApi) -> Router {
         .route("/detokenize", post(tokenize::detokenize))
         .route("/v1/models", get(models::list))
         .route("/v1/models/{*name}", get(models::one))
-        .with_state(api)
-}
-
-/// Returns the route of the live page's chat box: the API's, on the admin port. A page may call only its own
-/// origin without CORS, and the HTTP port may be unreachable for the operator's browser. The admin key is in
-/// `authorization`, so the API key is in another header: `caller::without_admin_key`.
-pub fn chat_box(api: HttpApi) -> Router {
-    Router::new()
-        .route("/debug/v1/chat/completions", post(chat_completions))
-        .layer(middleware::from_fn(caller::without_admin_key))
         .with_state(api)
 }
 

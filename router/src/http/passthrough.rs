@@ -24,9 +24,9 @@ use tracing::{Span, info};
 
 use super::api::{HttpApi, RequestHead};
 use super::body::{self, BodyLimits};
-use super::caller;
 use super::error::{ErrorForm, HttpError};
 use super::explanation::explained;
+use super::{caller, chat_box};
 use crate::accept::N_MAX;
 use crate::error::ServeError;
 use crate::serve::Detail;
@@ -89,12 +89,9 @@ pub fn passthrough(state: Passthrough) -> Router {
     routes.route("/v1/models", get(forward)).route("/v1/models/{*name}", get(forward)).with_state(state)
 }
 
-/// Returns the route of the live page's chat box, in place of [`super::chat_box`].
+/// Returns the route of the live page's chat box, in place of [`super::chat_box()`].
 pub fn passthrough_chat_box(state: Passthrough) -> Router {
-    Router::new()
-        .route("/debug/v1/chat/completions", post(forward))
-        .layer(axum::middleware::from_fn(caller::without_admin_key))
-        .with_state(state)
+    chat_box::answered_by(post(forward)).with_state(state)
 }
 
 fn legs(kind: EngineKind, path: &str) -> Legs {

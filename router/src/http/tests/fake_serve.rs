@@ -22,7 +22,7 @@ use types::{Fingerprint, FinishReason, KvLayout, ModelInfo, Prompt, Step, TokenI
 
 use crate::accept::{Acceptor, Deadlines};
 use crate::error::AcceptError;
-use crate::http::{BodyLimits, HttpApi, api, description, health, stack};
+use crate::http::{BodyLimits, HttpApi, api, chat_box, description, health, stack};
 use crate::metrics::RouterMetrics;
 use crate::requests::{RecordHead, Requests};
 use crate::serve::{Arrival, Complete, Detail, Generation, Ready, Serve, ServeError};
@@ -234,7 +234,7 @@ pub(crate) fn app_of(fake_serve: &Arc<FakeServe>, body: BodyLimits, model: Serve
     let acceptor = Acceptor::new(world.clone(), Deadlines::default(), metrics.clone());
     let models = RouterModels::new([model]);
     let http = HttpApi { serve: fake_serve.clone(), models, acceptor: acceptor.clone(), world, body };
-    let pages = health(fake_serve.clone()).merge(description(http.clone()));
+    let pages = health(fake_serve.clone()).merge(description(http.clone())).merge(chat_box(http.clone()));
     stack(api(http).merge(pages), acceptor, metrics)
 }
 
