@@ -12,8 +12,7 @@ use super::api::{HttpApi, ParsedRequest, RequestHead};
 use super::blocks::{Block, BlockAnswer, BlockEvent, BlockFormat, BlockKind, NamedEvent};
 use super::conversion::{blocks, kind, list, move_tools, moved, only, parse_chat, present, text_of};
 use super::error::{FieldNames, HttpError};
-use super::{body, request_fields};
-use crate::answers::AskedRequest;
+use super::{body, request_fields, tokenize};
 use crate::choice::ChoiceFinish;
 use crate::error::AcceptError;
 
@@ -54,12 +53,7 @@ pub(crate) async fn count_tokens(
     body: Body,
 ) -> Result<Json<Value>, HttpError> {
     let parse_request = |api: &HttpApi, json: &[u8]| parse_chat_of(api, body::parse(json)?);
-    let (ask, caller) = api.asked(head, body, parse_request).await?;
-    let AskedRequest { model, inputs, params, .. } = ask.request;
-    let inputs = api.acceptor.tokenized(&model, inputs, &params, &caller).await;
-    let inputs = inputs.map_err(|error| HttpError::from(error).renamed(MessagesFormat::NAMES))?;
-    let n_tokens: usize = inputs.tokens.iter().map(Vec::len).sum();
-    Ok(Json(json!({"input_tokens": n_tokens})))
+    Ok(Json(json!({"input_tokens": tokenize::count(&api, head, body, parse_request).await?})))
 }
 
 /// Converts a request to a chat's.
@@ -86,10 +80,35 @@ fn chat_of(mut fields: Map<String, Value>) -> Result<Map<String, Value>, AcceptE
         }
         chat.insert("tool_choice".to_owned(), tool_choice(&choice)?);
     }
+    add_output_config(&mut chat, present(fields.remove("output_config")))?;
     let included = includes_thinking(present(fields.remove("thinking")))?;
     chat.insert("include_reasoning".to_owned(), included.into());
     request_fields::refuse_others(&fields, HARMLESS)?;
     Ok(chat)
+}
+
+/// Converts the field `output_config` to `response_format`. The effort `high` is that of a request without the field.
+fn add_output_config(chat: &mut Map<String, Value>, config: Option<Value>) -> Result<(), AcceptError> {
+    let mut config = match config {
+        None => return Ok(()),
+        Some(Value::Object(config)) => config,
+        Some(_) => return Err(AcceptError::invalid("output_config", "expected an object")),
+    };
+    if let Some(format) = present(config.remove("format")) {
+        match kind(&format) {
+            "json_schema" => {
+                let schema = json!({"name": "output", "schema": format["schema"]});
+                let format = json!({"type": "json_schema", "json_schema": schema});
+                chat.insert("response_format".to_owned(), format);
+            }
+            other => return Err(only("output_config.format.type".to_owned(), "json_schema", other)),
+        }
+    }
+    if present(config.remove("effort")).is_some_and(|effort| effort != "high") {
+        let reason = "use chat_template_kwargs, as the model's template reads it";
+        return Err(AcceptError::unsupported("output_config.effort", reason));
+    }
+    request_fields::refuse_others(&config, &[])
 }
 
 /// Returns content that is a text or a list of text blocks, in a chat's form.
@@ -161,6 +180,8 @@ fn assistant(path: &str, content: Value) -> Result<Value, AcceptError> {
         match kind(&block) {
             "text" => text.push_str(&text_of(&format!("{path}[{at}]"), &block, "text")?),
             "thinking" => reasoning.push_str(block["thinking"].as_str().unwrap_or_default()),
+            // It has nothing that a model can read.
+            "redacted_thinking" => {}
             "tool_use" => {
                 let name = text_of(&format!("{path}[{at}]"), &block, "name")?;
                 let function = json!({"name": name, "arguments": block["input"].to_string()});
@@ -233,6 +254,8 @@ impl AnswerShape for MessagesFormat {
         ("continue_final_message", "messages"),
         ("stop", "stop_sequences"),
         ("parallel_tool_calls", "tool_choice.disable_parallel_tool_use"),
+        ("response_format.json_schema", "output_config.format"),
+        ("response_format", "output_config.format"),
         ("tool_choice.function", "tool_choice"),
         ("].function.parameters", "].input_schema"),
         ("].function.", "]."),

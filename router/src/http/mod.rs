@@ -68,6 +68,7 @@ pub fn api(api: HttpApi) -> Router {
         .route("/v1/messages", post(messages_of_anthropic))
         .route("/v1/messages/count_tokens", post(anthropic::count_tokens))
         .route("/v1/responses", post(responses))
+        .route("/v1/responses/input_tokens", post(responses::input_tokens))
         .route("/v1/embeddings", post(embeddings))
         .route("/tokenize", post(tokenize::tokenize))
         .route("/detokenize", post(tokenize::detokenize))

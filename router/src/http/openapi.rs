@@ -20,6 +20,7 @@ const ENDPOINTS: &[Row] = &[
     ("post", "/v1/messages", "Answers a chat in the form of Anthropic's API."),
     ("post", "/v1/messages/count_tokens", "Counts the tokens of such a chat."),
     ("post", "/v1/responses", "Answers a chat in the form of OpenAI's Responses."),
+    ("post", "/v1/responses/input_tokens", "Counts the tokens of such a chat."),
     ("post", "/v1/embeddings", "Is refused: the models generate text."),
     ("post", "/tokenize", "Converts a text or a chat to token ids."),
     ("post", "/detokenize", "Converts token ids to text."),

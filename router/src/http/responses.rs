@@ -1,15 +1,18 @@
 //! The endpoint `POST /v1/responses`, OpenAI's, without a store: its requests become chats, and its answers are
-//! lists of blocks.
+//! lists of blocks. And `POST /v1/responses/input_tokens`, which counts the tokens of such a chat.
 
+use axum::Json;
+use axum::body::Body;
+use axum::extract::State;
 use serde_json::{Map, Value, json};
 use types::Usage;
 
 use super::answer::{AnswerContext, AnswerShape};
-use super::api::{HttpApi, ParsedRequest};
+use super::api::{HttpApi, ParsedRequest, RequestHead};
 use super::blocks::{Block, BlockAnswer, BlockEvent, BlockFormat, BlockKind, NamedEvent};
 use super::conversion::{blocks, kind, move_tools, moved, only, parse_chat, present, text_of};
 use super::error::{FieldNames, HttpError};
-use super::{body, request_fields};
+use super::{body, request_fields, tokenize};
 use crate::choice::ChoiceFinish;
 use crate::error::AcceptError;
 
@@ -58,6 +61,16 @@ pub(crate) fn parse_request(api: &HttpApi, json: &[u8]) -> Result<ParsedRequest<
     let repeated = REPEATED.iter().map(repeated).collect();
     let format = ResponsesFormat { repeated, seed: api.world.draw(), n_events: 0 };
     Ok(parse_chat(api, chat_of(fields)?, ResponsesFormat::NAMES)?.with_shape(format))
+}
+
+/// Answers with the number of tokens of a request's prompt. A prompt that fits into no context is counted too.
+pub(crate) async fn input_tokens(
+    State(api): State<HttpApi>,
+    head: RequestHead,
+    body: Body,
+) -> Result<Json<Value>, HttpError> {
+    let n_tokens = tokenize::count(&api, head, body, parse_request).await?;
+    Ok(Json(json!({"object": "response.input_tokens", "input_tokens": n_tokens})))
 }
 
 /// Converts a request to a chat's.

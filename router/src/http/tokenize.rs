@@ -1,4 +1,5 @@
-//! The endpoints `POST /tokenize` and `POST /detokenize`, with vLLM's fields.
+//! The endpoints `POST /tokenize` and `POST /detokenize`, with vLLM's fields, and the count of a chat's tokens for other
+//! endpoints.
 
 use std::sync::Arc;
 
@@ -10,11 +11,13 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use types::TokenId;
 
-use super::api::HttpApi;
+use super::answer::AnswerShape;
+use super::api::{HttpApi, RequestHead, RequestParser};
 use super::body;
 use super::error::HttpError;
 use super::request_fields;
 use crate::accept::{AskedInputs, AskedPrompt, SamplingParams};
+use crate::answers::AskedRequest;
 use crate::chat::ChatRequest;
 use crate::error::{AcceptError, EncodeError};
 use crate::tenants::Client;
@@ -84,6 +87,20 @@ pub(crate) async fn detokenize(
     let caller = api.acceptor.caller(api.acceptor.request_id(None), client, None)?;
     let body = body::read(body, api.body).await?;
     api.parsed(body, caller.deadline, detokenized).await.map(Json)
+}
+
+/// Returns the number of tokens of a request's prompt, also if it fits into no context.
+pub(super) async fn count<S: AnswerShape + Send + 'static>(
+    api: &HttpApi,
+    head: RequestHead,
+    body: Body,
+    parse_request: RequestParser<S>,
+) -> Result<usize, HttpError> {
+    let (ask, caller) = api.asked(head, body, parse_request).await?;
+    let AskedRequest { model, inputs, params, .. } = ask.request;
+    let inputs = api.acceptor.tokenized(&model, inputs, &params, &caller).await;
+    let inputs = inputs.map_err(|error| HttpError::from(error).renamed(S::NAMES))?;
+    Ok(inputs.tokens.iter().map(Vec::len).sum())
 }
 
 /// A text whose tokens a client asks for.

@@ -244,11 +244,11 @@ const HEAD: &str = "\
 | port | endpoint | what |
 |---|---|---|
 | router, HTTP | `POST /v1/chat/completions`, `POST /v1/completions` | answers, whole or as server-sent events |
-| router, HTTP | `POST /v1/messages`, `POST /v1/messages/count_tokens` | a chat in Anthropic's form, or its number of tokens: text, tools, `thinking`; an assistant's text at the end is continued; the key may be in `x-api-key` |
-| router, HTTP | `POST /v1/responses` | a chat in the form of OpenAI's Responses, without a store: text and functions |
+| router, HTTP | `POST /v1/messages`, `POST /v1/messages/count_tokens` | a chat in Anthropic's form, or its number of tokens: text, tools, `thinking`, `output_config.format`; `redacted_thinking` is ignored: models cannot read it; an assistant's last text is continued; the key may be in `x-api-key` |
+| router, HTTP | `POST /v1/responses`, `POST /v1/responses/input_tokens` | the same for OpenAI's Responses, without a store: text and functions |
 | router, HTTP | `POST /tokenize`, `POST /detokenize` | a text or a chat to token ids, and back, with vLLM's fields |
 | router, HTTP | `POST /v1/embeddings` | a 400: the models generate text |
-| router, HTTP | `GET /v1/models`, `GET /v1/models/NAME` | the models that at least one usable node serves |
+| router, HTTP | `GET /v1/models`, `GET /v1/models/NAME` | the models that usable nodes serve |
 | router, HTTP | `GET /live`, `GET /ready`, `GET /health` | whether the process lives; whether tokens can flow, otherwise why not |
 | router, HTTP | `GET /openapi.json`, `GET /version` | this page for programs; the versions of the process and its protocol |
 | router, HTTP | `GET /metrics`, `GET /debug/cluster`, `GET /debug/config`, `GET /debug/kv`, `GET /debug/requests`, `GET /debug/requests/ID` | for operators: see [operating.md](operating.md) |

@@ -5,7 +5,8 @@ use types::FinishReason;
 
 use super::fake_serve::*;
 use crate::http::BodyLimits;
-use crate::text::{ChatTemplate, ServedModel};
+use crate::text::tokenizer::HuggingFace;
+use crate::text::{ChatTemplate, ServedModel, Tokenizer};
 
 const CALL: &str =
     "I look.\n<tool_call>{\"name\": \"weather\", \"arguments\": {\"city\": \"Paris\"}}</tool_call>";
@@ -390,6 +391,73 @@ async fn the_tokens_of_a_message_are_counted() {
     let refused = count(r#"{"messages": [{"role": "user"}]}"#.to_owned()).await;
     let error = json!({"type": "invalid_request_error", "message": "messages[0].content is required"});
     assert_eq!((refused.status.as_u16(), refused.json()["error"].clone()), (400, error));
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_tokens_of_a_response_are_counted() {
+    let fake_serve = FakeServe::saying("a");
+    let fields = response(json!({"input": "Weather?", "instructions": "Be brief."}));
+    assert_eq!(post(&fake_serve, "/v1/responses", fields.clone()).await.status, 200);
+    let n_tokens = fake_serve.seen().remove(0).tokens.len();
+    let count = async |body: String| post(&fake_serve, "/v1/responses/input_tokens", body).await;
+    let counted = json!({"object": "response.input_tokens", "input_tokens": n_tokens});
+    assert_eq!(count(fields).await.json(), counted);
+    let long = count(response(json!({"input": "a".repeat(20_000)}))).await.json();
+    assert!(long["input_tokens"].as_u64() > Some(20_000), "no context limits it");
+    let refused = count(response(json!({"input": [{"role": "user"}]}))).await;
+    assert_eq!(
+        (refused.status.as_u16(), &refused.json()["error"]["param"]),
+        (400, &json!("input[0].content"))
+    );
+}
+
+#[tokio::test]
+async fn a_messages_format_is_a_schema_of_its_answer() {
+    let send = async |config: Value| {
+        let fake_serve = FakeServe::saying("{}");
+        let json = include_bytes!("../../../../models/demo/tokenizer.json");
+        let tokenizer = Tokenizer::HuggingFace(Box::new(HuggingFace::new(json).unwrap())).into();
+        let model = ServedModel { tokenizer, vocab: 2048, ..ServedModel::mock("org/mock", 512) };
+        let app = app_of(&fake_serve, BodyLimits::default(), model);
+        let body = messages(json!({"output_config": config}));
+        let answer = send(app, http::Request::post("/v1/messages").body(body.into()).unwrap()).await;
+        (answer.status.as_u16(), answer.json()["error"]["message"].clone(), fake_serve.seen().pop())
+    };
+    let schema = json!({"type": "object", "required": ["a"]});
+    let format = json!({"type": "json_schema", "schema": schema});
+    let (status, _, prompt) = send(json!({"format": format, "effort": "high"})).await;
+    let grammar = prompt.expect("it is served").sampling.grammar.expect("it has a grammar");
+    assert_eq!((status, grammar.text()), (200, schema.to_string().as_str()));
+    for (config, expected) in [
+        (json!({"format": {"type": "json_schema"}}), "output_config.format.schema is required"),
+        (json!({"format": {"type": "json_schema", "schema": {"type": "x"}}}), "output_config.format: "),
+        (json!({"format": {"type": "text"}}), "output_config.format.type is not supported: only json_schema"),
+        (json!({"effort": "low"}), "output_config.effort is not supported: "),
+        (json!({"task_budget": 1}), "task_budget is not supported: "),
+        (json!(5), "output_config: expected an object"),
+    ] {
+        let (status, message, _) = send(config.clone()).await;
+        let message = message.as_str().unwrap_or_default();
+        assert!(status == 400 && message.starts_with(expected), "{config}: {message}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn redacted_thinking_is_ignored() {
+    let prompt = async |content: Value| {
+        let fake_serve = FakeServe::saying("a");
+        let talk = json!([
+            {"role": "user", "content": "Hi"},
+            {"role": "assistant", "content": content},
+            {"role": "user", "content": "So?"},
+        ]);
+        let talk = messages(json!({"messages": talk}));
+        assert_eq!(post(&fake_serve, "/v1/messages", talk).await.status, 200);
+        fake_serve.seen().remove(0).tokens
+    };
+    let text = json!({"type": "text", "text": "Hello"});
+    let redacted = json!({"type": "redacted_thinking", "data": "EmwKAhgB"});
+    assert_eq!(prompt(json!([redacted, text])).await, prompt(json!([text])).await);
 }
 
 /// Also errors that no handler of the endpoint makes.
