@@ -11,7 +11,7 @@ use super::answer::{AnswerContext, AnswerShape};
 use super::api::{HttpApi, ParsedRequest, RequestHead};
 use super::blocks::{Block, BlockAnswer, BlockEvent, BlockFormat, BlockKind, NamedEvent};
 use super::conversion::{blocks, kind, list, move_tools, moved, only, parse_chat, present, text_of};
-use super::error::{FieldNames, HttpError};
+use super::error::{FieldNames, HttpError, THREAD};
 use super::{body, request_fields, tokenize};
 use crate::choice::ChoiceFinish;
 use crate::error::AcceptError;
@@ -79,6 +79,9 @@ fn chat_of(mut fields: Map<String, Value>) -> Result<Map<String, Value>, AcceptE
             chat.insert("parallel_tool_calls".to_owned(), false.into());
         }
         chat.insert("tool_choice".to_owned(), tool_choice(&choice)?);
+    }
+    if present(fields.remove(THREAD)).is_some() {
+        return Err(AcceptError::unsupported(THREAD, "nothing is stored: send all messages"));
     }
     add_output_config(&mut chat, present(fields.remove("output_config")))?;
     let included = includes_thinking(present(fields.remove("thinking")))?;

@@ -34,6 +34,11 @@ macro_rules! codes {
                 match self { $(Self::$name => Class::$class,)* }
             }
 
+            /// Returns whether the cluster is at fault, and not the request, its deadline or the load.
+            pub(crate) fn is_fault(self) -> bool {
+                matches!(self.class(), Class::Unavailable | Class::Server)
+            }
+
             /// Returns the code's description in `docs/errors.md`.
             pub fn meaning(self) -> &'static str {
                 match self { $(Self::$name => $meaning,)* }
@@ -95,6 +100,9 @@ impl Class {
         }
     }
 }
+
+/// The field of Anthropic's API that asks a server to store a conversation.
+pub(super) const THREAD: &str = "thread";
 
 /// An error as a client sees it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -204,7 +212,13 @@ impl HttpError {
             status if status.is_client_error() => "invalid_request_error",
             _ => "api_error",
         };
-        serde_json::json!({"type": "error", "error": {"type": kind, "message": self.message}})
+        let mut error = serde_json::json!({"type": kind, "message": self.message});
+        // With these details Anthropic's clients send the whole conversation, without a thread.
+        if self.code == Code::UnsupportedParameter && self.param.as_deref() == Some(THREAD) {
+            error["details"] =
+                serde_json::json!({"error_code": "thread_unsupported_request", "unsupported": [THREAD]});
+        }
+        serde_json::json!({"type": "error", "error": error})
     }
 }
 

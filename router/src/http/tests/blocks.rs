@@ -442,6 +442,19 @@ async fn a_messages_format_is_a_schema_of_its_answer() {
     }
 }
 
+/// Anthropic's clients look for these details, and go on without a thread.
+#[tokio::test(start_paused = true)]
+async fn a_thread_is_refused_as_clients_expect() {
+    let thread = messages(json!({"thread": {"type": "create"}}));
+    let answer = post(&FakeServe::saying("a"), "/v1/messages", thread).await;
+    let error = json!({
+        "type": "invalid_request_error",
+        "message": "thread is not supported: nothing is stored: send all messages",
+        "details": {"error_code": "thread_unsupported_request", "unsupported": ["thread"]},
+    });
+    assert_eq!((answer.status.as_u16(), &answer.json()["error"]), (400, &error));
+}
+
 #[tokio::test(start_paused = true)]
 async fn redacted_thinking_is_ignored() {
     let prompt = async |content: Value| {
