@@ -101,8 +101,8 @@ impl RunningNode<'_> {
     }
 }
 
-/// Makes the node unready while another life of it is announced. An unreachable registry changes nothing, because routers
-/// keep the members that they know. Triggers `announced` when the registry lists the node.
+/// Makes the node unready while another life of it is announced, or the registry refuses it. An unreachable registry changes
+/// nothing, because routers keep the members that they know. Triggers `announced` when the registry lists the node.
 async fn follow_registration(
     readiness: Readiness,
     id: NodeId,
@@ -119,6 +119,9 @@ async fn follow_registration(
                 "another process has announced node {id} later: give each node its own node.id, or stop one of the two. \
                  If this machine's clock was set back, the entry is of this node's last process and expires within seconds"
             ))),
+            AnnouncementState::Refused => readiness.set_registration(Some(format!(
+                "the registry refuses the announcement of node {id}, and the node gets no work: its log has the reason"
+            ))),
             AnnouncementState::Trying | AnnouncementState::Withdrawn => {}
         }
         if standing.changed().await.is_err() {
@@ -132,7 +135,7 @@ mod tests {
     use super::*;
 
     #[tokio::test(start_paused = true)]
-    async fn a_node_whose_id_another_process_has_is_unready() {
+    async fn a_node_that_the_registry_does_not_list_is_unready() {
         let readiness = Readiness::unready("starting");
         let (standing, standings) = watch::channel(AnnouncementState::Trying);
         let gate = Gate::new("test");
@@ -148,6 +151,8 @@ mod tests {
             (AnnouncementState::Member, true),
             (AnnouncementState::Trying, true),
             (AnnouncementState::Superseded, false),
+            (AnnouncementState::Trying, false),
+            (AnnouncementState::Refused, false),
             (AnnouncementState::Trying, false),
             (AnnouncementState::Member, true),
             (AnnouncementState::Superseded, false),

@@ -67,6 +67,8 @@ pub enum AnnouncementState {
     Member,
     /// A later life of the node is a member. The announcement is retried in case that life ends.
     Superseded,
+    /// The registry answers, and refuses the announcement. It is retried in case an operator changes that.
+    Refused,
     Withdrawn,
 }
 
@@ -239,8 +241,11 @@ impl<P: Presence> Keeper<P> {
 
     fn complain(&self, error: &RegistryError) {
         let cause = Chain(error);
-        let superseded = matches!(error, RegistryError::Superseded { .. });
-        self.stand(if superseded { AnnouncementState::Superseded } else { AnnouncementState::Trying });
+        self.stand(match error {
+            RegistryError::Superseded { .. } => AnnouncementState::Superseded,
+            error if error.is_final() => AnnouncementState::Refused,
+            _ => AnnouncementState::Trying,
+        });
         match self.backoff.is_fresh() {
             true if error.is_final() => {
                 error!(node = %self.id, error = %cause, "registry refused the announcement")

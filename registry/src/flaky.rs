@@ -132,7 +132,9 @@ impl<R> FlakyPresence<R> {
             AnnouncementState::Superseded => {
                 Err(RegistryError::Superseded { id: self.node.id.clone(), epoch: self.node.epoch })
             }
-            AnnouncementState::Trying | AnnouncementState::Withdrawn => Err(RegistryError::LeaseLost),
+            AnnouncementState::Trying | AnnouncementState::Refused | AnnouncementState::Withdrawn => {
+                Err(RegistryError::LeaseLost)
+            }
         }
     }
 }

@@ -134,6 +134,15 @@ async fn a_lost_lease_is_announced_again_at_once() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_lost_lease_whose_announcement_is_refused_is_told() {
+    let registry = Scripted::new([Answer::Yes, Answer::Lost, Answer::No, Answer::No, Answer::Away]);
+    let mut announcement = registry.keep(&gate()).await.expect("announced");
+    stands(&announcement, AnnouncementState::Refused).await;
+    stands(&announcement, AnnouncementState::Trying).await;
+    in_time(announcement.announced()).await;
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_registry_that_is_away_for_a_moment_changes_nothing() {
     let registry = Scripted::new([Answer::Yes, Answer::Away, Answer::Silence, Answer::Away]);
     let announcement = registry.keep(&gate()).await.expect("announced");
