@@ -21,8 +21,8 @@ use crate::byte_size::ByteSize;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct ConnectionLimits {
-    /// Limit of connections of one port. Beyond the limit the oldest idle one is closed; if all have
-    /// requests, new ones wait in the kernel's queue.
+    /// Limit of connections of one port. Beyond the limit the oldest without a whole request is closed; if none,
+    /// new ones wait in the kernel's queue.
     pub connections_max: usize,
     /// Limit of connections of the admin port.
     pub admin_max: usize,
