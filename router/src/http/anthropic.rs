@@ -28,7 +28,7 @@ const SAME: &[(&str, &str)] = &[
     ("chat_template_kwargs", "chat_template_kwargs"),
 ];
 /// Fields that change nothing in the answer.
-const HARMLESS: &[&str] = &["metadata", "service_tier", "cache_control"];
+const HARMLESS: &[&str] = &["metadata", "service_tier", "speed", "cache_control"];
 
 /// Parses a request's JSON into a prompt and sampling parameters.
 pub(crate) fn parse_request(api: &HttpApi, json: &[u8]) -> Result<ParsedRequest<MessagesFormat>, HttpError> {

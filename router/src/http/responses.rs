@@ -10,7 +10,7 @@ use types::Usage;
 use super::answer::{AnswerContext, AnswerShape};
 use super::api::{HttpApi, ParsedRequest, RequestHead};
 use super::blocks::{Block, BlockAnswer, BlockEvent, BlockFormat, BlockKind, NamedEvent};
-use super::conversion::{blocks, kind, move_tools, moved, only, parse_chat, present, text_of};
+use super::conversion::{blocks, kind, list, move_tools, moved, only, parse_chat, present, text_of};
 use super::error::{FieldNames, HttpError};
 use super::{body, request_fields, tokenize};
 use crate::choice::ChoiceFinish;
@@ -26,8 +26,9 @@ const SAME: &[(&str, &str)] = &[
     ("top_p", "top_p"),
     ("chat_template_kwargs", "chat_template_kwargs"),
 ];
-/// Fields that change nothing in the answer.
+/// Fields that change nothing in the answer. `max_tool_calls` counts calls of a server's own tools.
 const HARMLESS: &[&str] = &[
+    "max_tool_calls",
     "metadata",
     "prompt_cache_key",
     "prompt_cache_options",
@@ -116,8 +117,22 @@ fn chat_of(mut fields: Map<String, Value>) -> Result<Map<String, Value>, AcceptE
         ));
     }
     fields.remove("reasoning");
+    check_include(present(fields.remove("include")))?;
     request_fields::refuse_others(&fields, HARMLESS)?;
     Ok(chat)
+}
+
+/// Refuses parts of an answer that a client asks for and that are not there. Reasoning is text here, and nothing of it is
+/// encrypted.
+fn check_include(include: Option<Value>) -> Result<(), AcceptError> {
+    let Some(include) = include else { return Ok(()) };
+    match list("include", include)?.iter().position(|part| part != "reasoning.encrypted_content") {
+        None => Ok(()),
+        Some(at) => {
+            let reason = "only reasoning.encrypted_content";
+            Err(AcceptError::unsupported(format!("include[{at}]"), reason))
+        }
+    }
 }
 
 /// Returns whether an object has no value besides `null` and `none`.

@@ -359,6 +359,8 @@ async fn refusals_name_the_field() {
         (json!({"reasoning": {"effort": "high"}}), "reasoning"),
         (json!({"truncation": "auto"}), "truncation"),
         (json!({"top_logprobs": 2}), "top_logprobs"),
+        (json!({"include": ["message.output_text.logprobs"]}), "include[0]"),
+        (json!({"include": "all"}), "include"),
     ] {
         let answer = post(&FakeServe::saying(""), "/v1/responses", response(fields.clone())).await;
         assert_eq!(answer.status, 400, "{fields}");
@@ -367,10 +369,12 @@ async fn refusals_name_the_field() {
         let message = error["message"].as_str().unwrap();
         assert!(!message.contains(" at line ") && !message.contains("of max_completion_tokens"), "{message}");
     }
-    let effort = json!({"reasoning": {"effort": "none"}, "top_logprobs": 0});
+    let effort = json!({"reasoning": {"effort": "none"}, "top_logprobs": 0, "max_tool_calls": 4});
     assert_eq!(post(&FakeServe::saying(""), "/v1/responses", response(effort)).await.status, 200);
-    let neutral = json!({"store": true, "reasoning": {"effort": null}, "text": {"format": {"type": "text"}}, "truncation": "disabled"});
+    let neutral = json!({"include": ["reasoning.encrypted_content"], "store": true, "reasoning": {"effort": null}, "text": {"format": {"type": "text"}}, "truncation": "disabled"});
     assert_eq!(post(&FakeServe::saying(""), "/v1/responses", response(neutral)).await.status, 200);
+    let speed = messages(json!({"speed": "fast", "service_tier": "auto"}));
+    assert_eq!(post(&FakeServe::saying(""), "/v1/messages", speed).await.status, 200);
 }
 
 #[tokio::test(start_paused = true)]
