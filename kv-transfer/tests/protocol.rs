@@ -124,6 +124,21 @@ async fn garbage_is_refused() {
 }
 
 #[tokio::test]
+async fn streams_that_are_refused_for_one_reason_have_one_line_a_minute() {
+    let capture = Capture::spans("decode");
+    let _listening = capture.listen();
+    let pair = tcp_pair().await;
+    for _ in 0..1000 {
+        let mut peer = FakePeer::connect(&pair.decode).await;
+        peer.write(&[0x47; 64]).await;
+        assert_eq!(peer.hear().await, None, "the connection is closed");
+    }
+    assert_serves_on(&pair).await;
+    let logged = refusals(&capture);
+    assert_eq!(logged.len(), 1, "{logged:?}");
+}
+
+#[tokio::test]
 async fn oversized_lengths_are_refused_before_their_bytes_come() {
     is_refused(
         &with(8, u32::MAX)[..HEADER_BYTES],

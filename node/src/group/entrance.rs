@@ -4,6 +4,7 @@ use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use chassis::identity::link;
+use chassis::telemetry::RareLines;
 use chassis::{Gate, Listener, Stream, World, spawn_guarded};
 use proto::v1;
 use tokio::sync::mpsc;
@@ -20,6 +21,9 @@ use super::{EXECUTABLE, PROTOCOL, VERSION};
 /// The processes that have joined, by number; empty after the node's end. Locked for look-ups. Shared with the task that
 /// accepts connections.
 pub(super) type JoinedProcesses = Arc<Mutex<Vec<Option<Arc<JoinedProcess>>>>>;
+
+/// The log lines about processes that may not join.
+static REFUSED: RareLines = RareLines::new();
 
 /// Accepts followers.
 #[derive(Clone, Debug)]
@@ -63,7 +67,9 @@ impl Entrance {
                             Ok(()) => JoinAttempt::Joined,
                             Err(error) => {
                                 let why = in_full(&error);
-                                warn!(%from, error = why, "process may not join this node");
+                                if let Some(left_out) = REFUSED.line(&why) {
+                                    warn!(%from, error = why, left_out, "process may not join this node");
+                                }
                                 JoinAttempt::Refused(why)
                             }
                         };

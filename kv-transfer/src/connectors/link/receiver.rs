@@ -12,6 +12,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use chassis::spawn_guarded;
+use chassis::telemetry::RareLines;
 use tokio::sync::{Semaphore, mpsc};
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, warn};
@@ -51,6 +52,8 @@ pub(in crate::connectors) struct Receiver {
     /// The number of streams accepted so far. Each stream gets the next thread.
     n_streams: AtomicUsize,
     room: Arc<Semaphore>,
+    /// The log lines about refused streams.
+    refused: RareLines,
 }
 
 /// Who grants the landings that the links fill.
@@ -76,6 +79,7 @@ impl Receiver {
             links: Mutex::default(),
             n_streams: AtomicUsize::new(0),
             room: Arc::new(Semaphore::new(STREAMS_OF_ALL_MAX)),
+            refused: RareLines::new(),
         })
     }
 
@@ -131,7 +135,9 @@ impl Receiver {
 
     fn start(self: &Arc<Self>, from: String, arriving: Handshake) {
         let Ok(permit) = Arc::clone(&self.room).try_acquire_owned() else {
-            warn!(from, "KV stream from peer refused: too many streams are open");
+            if let Some(left_out) = self.refused.line("too many streams") {
+                warn!(from, left_out, "KV stream from peer refused: too many streams are open");
+            }
             return;
         };
         let this = Arc::clone(self);
@@ -140,7 +146,7 @@ impl Receiver {
             let served =
                 async { this.serve(within(this.parts.settings.stall(), "a stream", arriving).await?).await };
             let served = this.closed.run_until_cancelled(served).await;
-            log_end(from, served.unwrap_or(Ok(())));
+            log_end(from, served.unwrap_or(Ok(())), &this.refused);
         };
         let turn = self.n_streams.fetch_add(1, Ordering::Relaxed);
         let start = || spawn_guarded(&self.parts.gate, "kv stream in", serve);
@@ -346,11 +352,14 @@ fn neighbours(n: u16, has: impl Fn(u16) -> bool) -> Range<u16> {
     first..numbers.next_back().unwrap_or(first) + 1
 }
 
-fn log_end(from: impl Display, ended: Result<(), TransferError>) {
+fn log_end(from: impl Display, ended: Result<(), TransferError>, refused: &RareLines) {
     match ended {
         Ok(()) => debug!(%from, "KV stream from peer ended without error"),
         Err(error @ (TransferError::Frame(_) | TransferError::Protocol(_))) => {
-            warn!(%from, error = in_full(&error), "KV stream from peer refused");
+            let error = in_full(&error);
+            if let Some(left_out) = refused.line(&error) {
+                warn!(%from, error, left_out, "KV stream from peer refused");
+            }
         }
         Err(error) => info!(%from, error = in_full(&error), "KV stream from peer lost"),
     }
