@@ -408,8 +408,9 @@ impl Backend for CudaBackend {
     }
 
     fn runs_by_itself(&self) -> bool {
-        // With several stages, a step that is launched late leaves stages without work.
-        self.described.all_stages.n_stages() == 1
+        // With several stages, a step that is launched late leaves stages without work. Other processes begin a step when this
+        // host sends them its tokens.
+        self.described.all_stages.n_stages() == 1 && self.elsewhere.is_none()
     }
 
     fn sleep(self: Box<Self>) -> Result<Box<dyn Asleep>, SleepFailed> {
