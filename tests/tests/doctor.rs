@@ -124,6 +124,22 @@ fn a_closed_join_port_is_named_with_what_to_open() {
 }
 
 #[test]
+fn only_gpus_of_one_stage_in_several_processes_need_nccl() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let nccl = |device: &str, stages: u16| {
+        let processes =
+            format!("tp = 2\n[expert.model]\nprocesses = 2\nstages = {stages}\njoin = \"127.0.0.1:0\"\n");
+        let text = format!("[model]\npath = \"mock\"\ndevice = \"{device}\"\n{processes}");
+        let (_, report) = doctor(&file(&folder, "prefill.toml", &text));
+        let findings = group(&report, "processes").into_iter();
+        findings
+            .filter(|finding| finding["found"].as_str().is_some_and(|found| found.contains("libnccl")))
+            .count()
+    };
+    assert_eq!([nccl("cuda:0", 1), nccl("cuda:0", 2), nccl("cpu", 1)], [1, 0, 0]);
+}
+
+#[test]
 fn the_table_says_what_to_do() {
     let output = baton(&["doctor"]);
     let text = String::from_utf8_lossy(&output.stdout).into_owned();

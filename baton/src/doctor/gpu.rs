@@ -35,6 +35,11 @@ pub(super) fn look() -> Vec<Finding> {
     findings
 }
 
+/// Returns a library's file, if the loader finds it.
+pub(super) fn library(name: &str) -> Option<PathBuf> {
+    find(name, &folders())
+}
+
 /// Returns the version line of this machine's GPU driver.
 pub(super) fn driver_here() -> Option<String> {
     driver(Path::new("/proc/driver/nvidia/version"))
@@ -54,7 +59,7 @@ fn n_gpus() -> usize {
 /// Reports whether a library's file exists. The library is not loaded, because a broken one could crash the
 /// doctor.
 fn found_or_not(library: &str, what_for: &str) -> Finding {
-    match find(library, &folders()) {
+    match self::library(library) {
         Some(path) => Finding::note(GROUP, format!("{} ({what_for})", path.display()), USED),
         None => Finding::note(
             GROUP,

@@ -1,16 +1,21 @@
-//! Checks the port where the head of a node of several processes waits for the others.
+//! Checks what the processes of one node need for each other: the port where the head waits, and NCCL between GPUs of one
+//! stage.
 
 use std::io::{Error, ErrorKind};
+use std::path::PathBuf;
 use std::time::Duration;
 
 use chassis::World;
 use chassis::identity::link;
+use engine::Device;
 
 use crate::config_file::ConfigFile;
 
 use super::finding::Finding;
+use super::gpu;
 
 const GROUP: &str = "processes";
+const NCCL: &str = "libnccl.so.2";
 /// The longest wait for the head's answer.
 const ANSWER_WITHIN: Duration = Duration::from_secs(5);
 /// The variable of `baton rank --of`. Where it is set, this process is no head.
@@ -18,7 +23,8 @@ const HEAD: &str = "BATON_RANK_OF";
 
 pub(super) async fn look(process: &ConfigFile, world: &World) -> Vec<Finding> {
     let ConfigFile::Node(config) = process else { return Vec::new() };
-    match (config.group.grid.n_processes(), std::env::var(HEAD)) {
+    let grid = config.group.grid;
+    let mut findings = match (grid.n_processes(), std::env::var(HEAD)) {
         (1, _) => Vec::new(),
         (_, Ok(head)) => vec![reached(&head, world).await],
         (n, Err(_)) => {
@@ -28,6 +34,28 @@ pub(super) async fn look(process: &ConfigFile, world: &World) -> Vec<Finding> {
                 format!("run `baton doctor` with {HEAD}=HOST:PORT on their hosts, to see that they reach it");
             vec![Finding::note(GROUP, found, advice)]
         }
+    };
+    if grid.processes_of_stage() > 1 && config.engine.device != Device::Cpu {
+        findings.push(nccl(gpu::library(NCCL)));
+    }
+    findings
+}
+
+/// Reports whether NCCL is there, without which GPUs of one stage in several processes do not start.
+fn nccl(found: Option<PathBuf>) -> Finding {
+    match found {
+        Some(path) => Finding::note(
+            GROUP,
+            format!("{} (adds up the results of GPUs of one stage)", path.display()),
+            "let the processes reach each other at ports that Linux chooses, on the network that NCCL_SOCKET_IFNAME names",
+        ),
+        None => Finding::bad(
+            GROUP,
+            format!(
+                "{NCCL} (adds up the results of GPUs of one stage) was not found in the loader's folders"
+            ),
+            "install NVIDIA's libnccl2 2.18 or later, or set expert.model.stages to 0",
+        ),
     }
 }
 
@@ -69,5 +97,17 @@ fn advice(head: &str, error: &Error) -> String {
             "set {HEAD} to expert.model.join of the head, and give both processes the same cluster.secret_file or \
              certificates of one CA"
         ),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::finding::Level;
+    use super::*;
+
+    #[test]
+    fn gpus_of_one_stage_do_not_start_without_nccl() {
+        assert_eq!(nccl(None).level, Level::Bad);
+        assert_eq!(nccl(Some(PathBuf::from("/usr/lib64/libnccl.so.2"))).level, Level::Note);
     }
 }

@@ -83,8 +83,8 @@ fn finish_all(
 ) {
     while let Ok(BegunStep { written, n_rows }) = begun.recv() {
         let finished = stage.finish(&mut |n_layers| written.layers_done_by(ranks.clone(), n_layers));
-        let finished = finished.and_then(|results| match results.outcomes.len() == n_rows {
-            true => Ok(results),
+        let finished = finished.and_then(|of_step| match of_step.outcomes.len() == n_rows {
+            true => Ok(of_step),
             false => Err(StageLost::other_step()),
         });
         match finished {
