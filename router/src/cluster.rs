@@ -41,7 +41,8 @@ use mirror::CacheMirror;
 use routable::{Routable, RoutableNode};
 
 /// The pauses before a broken status stream is opened again: they double from the first value to the last.
-const FOLLOW_AGAIN: std::ops::RangeInclusive<Duration> = Duration::from_millis(50)..=Duration::from_secs(2);
+const FOLLOW_AGAIN: std::ops::RangeInclusive<Duration> =
+    Duration::from_millis(50)..=Duration::from_millis(500);
 
 /// The interval at which a postponed decision is made again.
 const DECIDE_AGAIN: Duration = Duration::from_millis(100);
