@@ -92,6 +92,11 @@ impl Hosts {
         ip(&format!("-n {} route add blackhole {}", self.namespace_of(from), self.addr_of(to)));
     }
 
+    /// Ends what [`part`](Self::part) has begun.
+    pub fn reunite(&self, from: &str, to: &str) {
+        ip(&format!("-n {} route del blackhole {}", self.namespace_of(from), self.addr_of(to)));
+    }
+
     /// Returns the bytes that the host has sent.
     pub fn bytes_sent(&self, name: &str) -> u64 {
         let link = self.statistics(&format!("port{}", self.index(name)));

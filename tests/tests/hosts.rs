@@ -21,7 +21,7 @@ const NAMES: &[&str] = &["etcd", "router", "prefill-0", "prefill-1", "decode-0",
 const N_NODES: usize = 5;
 /// The length of an answer, in tokens: long enough that a stream's host can be disconnected in the middle.
 const TOKENS: u32 = 300;
-/// The time for which nodes are cut off from the router, and the time after which it must know their caches again.
+/// The time for which the router hears nothing of nodes, and the time after which it must know their caches again.
 const CUT: Duration = Duration::from_secs(30);
 const KNOWN_AGAIN: Duration = Duration::from_secs(2);
 /// The number of requests over all paths while one of them is broken.
@@ -259,11 +259,11 @@ async fn the_cache_of_a_cut_node_is_unknown_and_soon_exact_again() {
     };
     let cutting = async {
         tokio::time::sleep(CUT / 8).await;
-        cut.iter().for_each(|host| cluster.hosts.cut(host));
+        cut.iter().for_each(|host| cluster.hosts.part(host, "router"));
         let cut_at = tokio::time::Instant::now();
         eventually("the caches to be unknown", async || all("blind").await).await;
         tokio::time::sleep_until(cut_at + CUT).await;
-        cut.iter().for_each(|host| cluster.hosts.mend(host));
+        cut.iter().for_each(|host| cluster.hosts.reunite(host, "router"));
         let mended_at = tokio::time::Instant::now();
         eventually("the caches to be known again", async || all("exact").await).await;
         mended_at.elapsed()
