@@ -36,8 +36,8 @@ impl RareLines {
         Self(Mutex::new(Minute { since: None, causes: Vec::new(), left_out: 0 }))
     }
 
-    /// Returns whether a line about `cause` is to be written: `None` if one was written in this minute. `Some` has the number
-    /// of lines that were left out in the place's minute before, for the line's field `left_out`.
+    /// Returns `None` if the line about `cause` must not be written: one was written in this minute. Otherwise returns the
+    /// value of the line's field `left_out`: how many lines were not written since the last one.
     pub fn line(&self, cause: &str) -> Option<u64> {
         let mut minute = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let now = Instant::now();

@@ -25,10 +25,8 @@ const END_LOOKS: u32 = 5000;
 const END_EVERY: Duration = Duration::from_millis(1);
 
 /// One rank. Dropping it ends its sums.
-pub struct RankSums {
-    nccl: &'static Nccl,
-    end: EndOfSums,
-}
+#[derive(Debug)]
+pub struct RankSums(EndOfSums);
 
 /// Ends the sums of one rank, from any thread. Later sums are refused, and the numbers of those that the GPU has begun are
 /// invalid. Cheap to clone.
@@ -59,7 +57,10 @@ impl Summed for f32 {
 }
 
 /// A communicator of NCCL.
-struct Handle(CommHandle);
+struct Handle {
+    nccl: &'static Nccl,
+    communicator: CommHandle,
+}
 
 // JUSTIFICATION: the handle is a pointer.
 // SAFETY: NCCL allows calls from any thread, one at a time, which the mutex around the handle ensures.
@@ -78,14 +79,14 @@ impl RankSums {
         // A call that waits for other ranks cannot be ended, so a thread makes it, and this one may give up.
         let join = move || {
             if let Err(late) = out.send(joined_as(nccl, &context, place)) {
-                late.0.into_iter().for_each(|handle| handle.abort(nccl));
+                late.0.into_iter().for_each(Handle::abort);
             }
         };
         let started = thread::Builder::new().name(format!("nccl-rank-{}", place.nth)).spawn(join);
         started.map_err(|error| failed(format!("no thread: {error}")))?;
         let handle = waited(&joined, is_one_lost)?;
         *end.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(handle);
-        Ok(Self { nccl, end })
+        Ok(Self(end))
     }
 
     /// Replaces numbers by their sums over all ranks, in stream order. All ranks make the same sums in the same
@@ -93,38 +94,36 @@ impl RankSums {
     ///
     /// # Panics
     /// If the memory is on another GPU.
-    pub fn sum<T: Summed>(&self, card: &Card, numbers: &mut ViewMut<'_, T>) -> Result<(), CudaError> {
+    pub fn sum<T: Summed>(&self, card: &Card, numbers: ViewMut<'_, T>) -> Result<(), CudaError> {
         assert_eq!(numbers.ordinal(), card.ordinal(), "the memory is on this GPU");
         card.bind()?;
-        let handle = self.end.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let Handle(handle) = handle.as_ref().ok_or_else(|| failed("the sums were ended"))?;
+        let handle = self.0.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let Handle { nccl, communicator } = handle.as_ref().ok_or_else(|| failed("the sums were ended"))?;
         let (at, stream) = (numbers.address() as *mut _, card.stream().cu_stream());
         // JUSTIFICATION: NCCL is a C library.
         // SAFETY: the view is on this GPU and has this length. The owner of the memory waits for the stream, or ends the
         // sums, before it frees the memory.
         let status =
-            unsafe { (self.nccl.all_reduce)(at, at, numbers.len(), T::TYPE, SUM, *handle, stream.cast()) };
-        self.nccl.checked("ncclAllReduce", status).map(drop)
+            unsafe { (nccl.all_reduce)(at, at, numbers.len(), T::TYPE, SUM, *communicator, stream.cast()) };
+        nccl.checked("ncclAllReduce", status).map(drop)
     }
 }
 
 impl EndOfSums {
     /// Returns the error of sums under way, if another rank cannot be reached any more.
     pub fn check(&self) -> Result<(), CudaError> {
-        let nccl = Nccl::load()?;
         let handle = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some(Handle(handle)) = &*handle else { return Ok(()) };
+        let Some(Handle { nccl, communicator }) = &*handle else { return Ok(()) };
         let mut status = 0;
         // JUSTIFICATION: NCCL is a C library.
         // SAFETY: the handle is alive, and the pointer is to a number that outlives the call.
-        let asked = unsafe { (nccl.async_error)(*handle, &raw mut status) };
+        let asked = unsafe { (nccl.async_error)(*communicator, &raw mut status) };
         nccl.checked("ncclCommGetAsyncError", asked)?;
         nccl.checked("a sum over ranks", status).map(drop)
     }
 
     /// Ends the sums. If a call that queues one does not return, the sums go on.
     pub fn end(&self) {
-        let Ok(nccl) = Nccl::load() else { return };
         for _ in 0..END_LOOKS {
             let mut handle = match self.0.try_lock() {
                 Ok(handle) => handle,
@@ -134,16 +133,16 @@ impl EndOfSums {
                     continue;
                 }
             };
-            return handle.take().into_iter().for_each(|handle| handle.abort(nccl));
+            return handle.take().into_iter().for_each(Handle::abort);
         }
     }
 }
 
 impl Handle {
-    fn abort(self, nccl: &Nccl) {
+    fn abort(self) {
         // JUSTIFICATION: NCCL is a C library.
         // SAFETY: the handle is alive, and has no other owner.
-        let _ = unsafe { (nccl.abort)(self.0) };
+        let _ = unsafe { (self.nccl.abort)(self.communicator) };
     }
 }
 
@@ -165,16 +164,17 @@ fn waited(
     Err(failed("not all ranks of this stage have joined within a minute"))
 }
 
-fn joined_as(nccl: &Nccl, context: &Arc<CudaContext>, place: RankPlace) -> Result<Handle, CudaError> {
+fn joined_as(nccl: &'static Nccl, context: &Arc<CudaContext>, place: RankPlace) -> Result<Handle, CudaError> {
     context.bind_to_thread().map_err(CudaError::during("use the GPU from this thread"))?;
     let RankPlace { id, nth, n_ranks } = place;
-    let (mut handle, mut config) = (std::ptr::null_mut(), Config::blocking());
+    let (mut communicator, mut config) = (std::ptr::null_mut(), Config::blocking());
     // JUSTIFICATION: NCCL is a C library.
     // SAFETY: both pointers are to values in the form of nccl.h that outlive the call.
-    let status =
-        unsafe { (nccl.init_rank)(&raw mut handle, n_ranks as c_int, id, nth as c_int, &raw mut config) };
+    let status = unsafe {
+        (nccl.init_rank)(&raw mut communicator, n_ranks as c_int, id, nth as c_int, &raw mut config)
+    };
     nccl.checked("ncclCommInitRankConfig", status)?;
-    Ok(Handle(handle))
+    Ok(Handle { nccl, communicator })
 }
 
 fn failed(why: impl Into<String>) -> CudaError {
@@ -183,13 +183,7 @@ fn failed(why: impl Into<String>) -> CudaError {
 
 impl Drop for RankSums {
     fn drop(&mut self) {
-        self.end.end();
-    }
-}
-
-impl fmt::Debug for RankSums {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "RankSums({:?})", self.end)
+        self.0.end();
     }
 }
 

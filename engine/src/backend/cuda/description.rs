@@ -183,9 +183,9 @@ impl ModelDescription {
     /// Returns the share of each GPU of this process: all ranks of the first stage, then those of the next.
     pub(super) fn shares(&self) -> Vec<(StageShare, Share)> {
         let (n_ranks, here) = (usize::from(self.settings.ranks.get()), self.settings.ranks_here());
-        let here = usize::from(here.start)..usize::from(here.end);
-        let of_stage =
-            |stage| Share::of_all(n_ranks).skip(here.start).take(here.len()).map(move |share| (stage, share));
+        let ours = Share::of_all(n_ranks).filter(|share| here.contains(&(share.nth as u16)));
+        let ours: Vec<Share> = ours.collect();
+        let of_stage = |stage| ours.iter().map(move |share| (stage, *share));
         StageShare::of_process(&self.all_stages, self.settings.only_stage()).flat_map(of_stage).collect()
     }
 

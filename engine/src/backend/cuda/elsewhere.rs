@@ -63,6 +63,8 @@ pub(super) struct ElsewhereParts<'a> {
     /// Where the rows of the stage before this process's go; `None` if there is none.
     pub(super) rows: Option<HostOutbox<Bf16>>,
     pub(super) sizes: LinkSizes,
+    /// The number of steps that may be in flight.
+    pub(super) n_steps: usize,
     pub(super) vocab: usize,
     pub(super) lost: LostFlags,
     pub(super) card: &'a ComputeCard,
@@ -124,9 +126,8 @@ type RowsHere = Arc<Mutex<HostOutbox<Bf16>>>;
 
 impl Elsewhere {
     pub(super) fn start(parts: ElsewhereParts<'_>) -> Result<Self, OpenError> {
-        let ElsewhereParts { remote, rows, sizes, vocab, lost, card } = parts;
+        let ElsewhereParts { remote, rows, sizes, n_steps, vocab, lost, card } = parts;
         let ring = TokenRing::new(sizes.n_stages, sizes.limits.rows);
-        let n_steps = sizes.n_stages + 1;
         let (steps, to_send) = sync_channel(n_steps);
         let tokens = Arc::new(SampledTokens::new(card, ring)?);
         let rows = rows.map(|rows| Arc::new(Mutex::new(rows)));

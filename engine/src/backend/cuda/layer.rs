@@ -270,7 +270,7 @@ impl Decoder {
             (normed.view_mut().slice(numbers.clone()), residual.view_mut().slice(numbers.clone()));
         let (weight, epsilon) = (norm.view(), self.epsilon);
         if let RankLinks::Processes(sums) = &*pass.ranks {
-            sums.add_parts(pass.card, &mut given.view_mut().slice(numbers.clone()))?;
+            sums.add_parts(pass.card, given.view_mut().slice(numbers.clone()))?;
         }
         let part = given.slice(numbers);
         match &mut *pass.ranks {

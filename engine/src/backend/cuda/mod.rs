@@ -4,8 +4,8 @@
 //! Suggested reading order: settings ([`settings`]), opening (`description`, `opening`), GPU memory (`heads`,
 //! `latent`, `share`, `weights`, `loader`, `fp8`, `upload`, `budget`, `workspace`), the description of a step (`plan`),
 //! its execution (`tools`, `decoder`, `forward`, `layer`, `attention`, `latent_pass`), recorded steps (`graph_sizes`,
-//! `recorded`), sampling (`draws`, `masks`, `targets`), several GPUs (`rank`, `rank_links`, `lockstep`), pipeline stages (`stage`, `links`,
-//! `previous`), several processes (`elsewhere`, [`process`]), results of a step (`launched_step`, `watch`), sleep
+//! `recorded`), sampling (`draws`, `masks`, `targets`), several GPUs (`rank`, `rank_links`, `lockstep`), pipeline stages
+//! (`stage`, `links`, `previous`), several processes (`elsewhere`, [`process`]), results of a step (`launched_step`, `watch`), sleep
 //! (`asleep`), measurements (`timing`, `tuning`, `limits`, `profile`).
 //!
 //! Sums in bf16 depend on the number of rows that are multiplied together. So a row's numbers differ in their

@@ -159,27 +159,27 @@ impl CudaBackend {
         let (limits, card) = (described.settings().limits, &rank.tools.card);
         let model = described.model_info(&described.settings().arithmetic(card.arch()))?;
         weights_of(remote, &model.fingerprint)?;
+        let n_steps = rank.tools.decoder.sizes.stage.steps_in_flight_max();
         let elsewhere = match remote {
             [] => None,
             remote => {
                 let (sizes, vocab) = (described.link_sizes(), described.folder.config.vocab);
                 let (rows, lost) = (rows_in, lost.clone());
-                Some(Elsewhere::start(ElsewhereParts { remote, rows, sizes, vocab, lost, card })?)
+                Some(Elsewhere::start(ElsewhereParts { remote, rows, sizes, n_steps, vocab, lost, card })?)
             }
         };
         let n_stages = described.all_stages.n_stages();
-        let steps_in_flight_max = rank.tools.decoder.sizes.stage.steps_in_flight_max();
-        let drawn = (0..steps_in_flight_max).map(|_| card.pinned(limits.rows));
+        let drawn = (0..n_steps).map(|_| card.pinned(limits.rows));
         let drawn = drawn.collect::<Result<_, _>>()?;
         let spare_readbacks = SpareReadbacks { outcomes: Vec::new(), targets: Vec::new(), drawn };
         let masks = TokenMasks::new(card, limits.rows, described.folder.config.vocab, PATIENCE)?;
         Ok(Self {
             model,
             limits,
-            watch: Watch::start(steps_in_flight_max).map_err(LoadError::Threads)?,
+            watch: Watch::start(n_steps).map_err(LoadError::Threads)?,
             flights: VecDeque::new(),
-            previous: PreviousTokens::new(steps_in_flight_max),
-            steps_in_flight_max,
+            previous: PreviousTokens::new(n_steps),
+            steps_in_flight_max: n_steps,
             ring: TokenRing::new(n_stages, limits.rows),
             n_launched: 0,
             sampler: sampler(&described.folder.config)?,

@@ -78,11 +78,7 @@ impl ProcessSums {
     }
 
     /// Adds up the parts of all ranks.
-    pub(super) fn add_parts(
-        &self,
-        card: &ComputeCard,
-        parts: &mut ViewMut<'_, Bf16>,
-    ) -> Result<(), CudaError> {
+    pub(super) fn add_parts(&self, card: &ComputeCard, parts: ViewMut<'_, Bf16>) -> Result<(), CudaError> {
         if self.has_begun { self.sums.sum(card, parts) } else { Ok(()) }
     }
 
@@ -99,6 +95,6 @@ impl ProcessSums {
         // A sum with zeroes is exact.
         card.fill(logits.reborrow(), 0)?;
         card.copy_columns(logits.reborrow(), own, Columns { width: vocab, first, n_columns, from_width })?;
-        if self.has_begun { self.sums.sum(card, &mut logits) } else { Ok(()) }
+        if self.has_begun { self.sums.sum(card, logits) } else { Ok(()) }
     }
 }
