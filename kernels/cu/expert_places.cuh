@@ -1,11 +1,10 @@
 // Common code of experts.cu and experts_ring_fp8.cu: the places of choices, expert by expert.
-constexpr u32 PLACE_THREADS = 512;
+constexpr u32 PLACE_THREADS = 512, EXPERTS_MAX = 512;
 
-// starts, counts: of each expert. items: for each expert in order, and each 64 of its rows, an item (see expert_rows.cuh),
-// and at n_items_max their number.
+// items: see expert_rows.cuh.
 // tiles: the expert of each tile of places, if there are tiles, and their number at the end. choices: the choice at each
 // place, or NOWHERE. places: the place of each choice, or NOWHERE.
-struct Places { u32 *starts, *counts, *items, *tiles, *choices, *places; };
+struct Places { Item* items; u32 *tiles, *choices, *places; };
 // An expert's places begin at a multiple of tile_rows.
 struct PlacesShape { u32 n_choices, n_experts, tile_rows, n_tiles_max, n_items_max; };
 
@@ -31,14 +30,11 @@ __device__ __forceinline__ void place_expert(const Places& to, const u32* expert
         }
     __syncthreads();
     u32 start = before[0], count = counts[expert], end = start + in_tiles(count, shape.tile_rows);
-    if (threadIdx.x == 0) {
-        to.starts[expert] = start, to.counts[expert] = count;
-        if (expert == shape.n_experts - 1) {
-            to.items[shape.n_items_max] = before[1] + n_items(count);
-            to.tiles[shape.n_tiles_max] = end / shape.tile_rows;
-        }
+    if (threadIdx.x == 0 && expert == shape.n_experts - 1) {
+        to.items[shape.n_items_max].count = before[1] + n_items(count);
+        to.tiles[shape.n_tiles_max] = end / shape.tile_rows;
     }
-    for (u32 nth = threadIdx.x; nth < n_items(count); nth += PLACE_THREADS) to.items[before[1] + nth] = item_of(expert, nth);
+    for (u32 nth = threadIdx.x; nth < n_items(count); nth += PLACE_THREADS) to.items[before[1] + nth] = {expert, nth, start, count};
     if (shape.tile_rows > 1)
         for (u32 tile = start / shape.tile_rows + threadIdx.x; tile < end / shape.tile_rows; tile += PLACE_THREADS) to.tiles[tile] = expert;
     for (u32 at = start + count + threadIdx.x; at < end; at += PLACE_THREADS) to.choices[at] = NOWHERE;

@@ -6,6 +6,10 @@
 // the item's rows of x, which lie apart in memory. Two groups of four warps compute the products. Each group multiplies 64
 // rows of w (M) by the rows of x (N).
 //
+// The first product of a layer follows the choice of experts. It lets the next kernel start only after that choice has ended. So
+// the second product knows its items from its start, and requests its first weights while the first product ends. The kernel that
+// adds up the experts knows their places from its start.
+//
 // A struct Units has the rows of a tile, and the way from sums to the output. A struct Factors has
 //   NUMBER_BYTES: the bytes of a number
 //   place_scales(at), scale_of(...): the scales of x, and the one that a thread copies to each stage, if there are any
@@ -32,6 +36,7 @@ constexpr u32 WARP_UNITS = TILE_ROWS / (2 * UNIT);
 // A warp's 16 rows of a tile are a unit of expert_rows.cuh: 8 rows of gate, then 8 of up. The map has the dimensions k, 8
 // rows, gate and up, units, experts.
 struct GatedTile : GatedRows {
+    static constexpr bool FOLLOWS_CHOICE = true;
     static __device__ __forceinline__ u32 count(const ExpertsShape& shape) { return (GatedRows::count(shape) + WARP_UNITS - 1) / WARP_UNITS; }
     static __device__ __forceinline__ void bring(u32 to, const TensorMap& of_w, u32 column, u32 expert, u32 tile, u32 barrier, const ExpertsShape&) {
         copy_units(to, of_w, column, tile * WARP_UNITS, expert, barrier, EVICT_FIRST);
@@ -44,6 +49,7 @@ struct GatedTile : GatedRows {
 
 // A warp's 16 rows of a tile are neighbours. A box has all rows of a tile.
 struct SummedTile : SummedRows<1> {
+    static constexpr bool FOLLOWS_CHOICE = false;
     static __device__ __forceinline__ u32 count(const ExpertsShape& shape) { return (shape.n + TILE_ROWS - 1) / TILE_ROWS; }
     static __device__ __forceinline__ void bring(u32 to, const TensorMap& of_w, u32 column, u32 expert, u32 tile, u32 barrier, const ExpertsShape& shape) {
         copy_tile(to, of_w, column, expert * shape.n + tile * TILE_ROWS, barrier, EVICT_FIRST);
@@ -65,7 +71,7 @@ struct Task : ItemUnit {
 
     // Returns false if the block has none.
     __device__ __forceinline__ bool begin(const ExpertRows& rows, u32 n_tiles, u32 n_items_max) {
-        u32 n_all = rows.items[n_items_max] * n_tiles, nth = (u64)n_all * blockIdx.x / gridDim.x;
+        u32 n_all = item_at(rows, n_items_max).count * n_tiles, nth = (u64)n_all * blockIdx.x / gridDim.x;
         left = (u64)n_all * (blockIdx.x + 1) / gridDim.x - nth;
         if (left > 0) ItemUnit::begin(rows, nth, n_tiles);
         return left > 0;
@@ -175,11 +181,19 @@ __device__ __forceinline__ void multiply_in_ring(bf16* y, const TensorMap& of_w,
         ring_started<STAGES>(ring, W_THREAD / 32, 1 + X_WARPS * 32);
     }
     __syncthreads();
-    in_turn();
-
     u32 n_tiles = Units::count(shape), n_steps = (shape.k + COLUMNS - 1) / COLUMNS;
     Task task;
-    if (!task.begin(rows, n_tiles, shape.n_items_max)) return;
+    bool has_tiles;
+    if (Units::FOLLOWS_CHOICE) {
+        wait_for_last();
+        next_may_come();
+        has_tiles = task.begin(rows, n_tiles, shape.n_items_max);
+    } else {
+        next_may_come();
+        has_tiles = task.begin(rows, n_tiles, shape.n_items_max);
+        if (threadIdx.x != W_THREAD) wait_for_last();
+    }
+    if (!has_tiles) return;
     if (threadIdx.x >= W_THREAD) {
         if (threadIdx.x == W_THREAD) bring_w<Units, COLUMNS>(ring, of_w, rows, task, n_tiles, n_steps, shape);
         if (threadIdx.x >= X_THREAD) copy_x<Units>(ring, x, rows, task, n_tiles, n_steps, factors, shape);

@@ -1,14 +1,23 @@
 // Common code of the products of few rows with experts: the rows of w and of x that a unit multiplies.
 constexpr u32 UNIT = 8;
 
-struct ExpertRows { const u32 *starts, *counts, *items, *choices; };
+// The work is divided by items, so that an expert with many rows is divided too. An item is a run of up to ITEM_ROWS of an
+// expert's rows, and this is number `nth` of the expert. start, count: the expert's first place, and its number of rows.
+constexpr u32 ITEM_ROWS = 64;
+struct alignas(16) Item { u32 expert, nth, start, count; };
+__device__ __forceinline__ u32 n_items(u32 count) { return (count + ITEM_ROWS - 1) / ITEM_ROWS; }
+
+// items: expert by expert. The number of items is the count of the item after the last possible one.
+struct ExpertRows { const Item* items; const u32* choices; };
+
+// A kernel may read items before the previous kernel has ended. They are read from the L2 cache, because the L1 cache may have
+// those of an earlier layer.
+__device__ __forceinline__ Item item_at(const ExpertRows& rows, u32 nth) {
+    uint4 item = __ldcg(reinterpret_cast<const uint4*>(rows.items + nth));
+    return {item.x, item.y, item.z, item.w};
+}
 // n: the rows of an expert's matrix. per_token: the number of experts of a row.
 struct ExpertsShape { u32 n, k, n_items_max, per_token; };
-
-// The work is divided by items, so that an expert with many rows is divided too: up to 64 rows of an expert.
-constexpr u32 EXPERTS_MAX = 512, ITEM_ROWS = 64;
-__device__ __forceinline__ u32 n_items(u32 count) { return (count + ITEM_ROWS - 1) / ITEM_ROWS; }
-__device__ __forceinline__ u32 item_of(u32 expert, u32 nth) { return nth * EXPERTS_MAX + expert; }
 
 // An item with a unit of its expert's matrix, in a run of such pairs. The items of an expert with the same unit are
 // neighbours, so that all but the first find the unit's weights in a cache.
@@ -17,9 +26,9 @@ struct ItemUnit {
     u32 first_item;  // the expert's first item
 
     __device__ __forceinline__ void of_expert(const ExpertRows& rows, u32 nth_item) {
-        u32 item = rows.items[nth_item];
-        expert = item % EXPERTS_MAX, first_item = nth_item - item / EXPERTS_MAX;
-        start = rows.starts[expert], count = rows.counts[expert], n = n_items(count);
+        Item item = item_at(rows, nth_item);
+        expert = item.expert, first_item = nth_item - item.nth;
+        start = item.start, count = item.count, n = n_items(count);
     }
     // Pair number `pair` of all.
     __device__ __forceinline__ void begin(const ExpertRows& rows, u32 pair, u32 n_units) {

@@ -52,7 +52,7 @@ __device__ __forceinline__ void multiply_experts(bf16* y, const typename Weights
     constexpr u32 PART = ROWS * PART_STRIDE, SHARES = UNIT_WARPS / Units::TILES;
     __shared__ float parts[2][UNIT_WARPS * PART];  // [turn][warp][row of x][row of w]
     in_turn();
-    u32 warp = threadIdx.x / 32, n_units = Units::count(shape), n_all = rows.items[shape.n_items_max] * n_units;
+    u32 warp = threadIdx.x / 32, n_units = Units::count(shape), n_all = item_at(rows, shape.n_items_max).count * n_units;
     u32 nth = (u64)n_all * blockIdx.x / gridDim.x, end = (u64)n_all * (blockIdx.x + 1) / gridDim.x, turn = 0;
     if (nth == end) return;
     ItemUnit next;

@@ -155,5 +155,5 @@ extern "C" __global__ void __launch_bounds__(PLACE_THREADS)
 place_and_quantize(Places to, const u32* experts, PlacesShape shape, u32* quantized, float* scales, const bf16* x, QuantizedShape rows) {
     in_turn();
     if (blockIdx.x < shape.n_experts) place_expert(to, experts, shape);
-    else quantize(quantized, scales, x, rows, blockIdx.x - shape.n_experts, gridDim.x - shape.n_experts);
+    else quantize(quantized, scales, RowsOnce{x, rows.k}, rows, blockIdx.x - shape.n_experts, gridDim.x - shape.n_experts);
 }

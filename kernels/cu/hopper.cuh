@@ -128,6 +128,7 @@ __device__ __forceinline__ float4 cluster_load4(u32 at) {
     asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(at) : "memory");
     return x;
 }
+__device__ __forceinline__ void cluster_store(u32 at, float x) { asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(at), "f"(x) : "memory"); }
 // Arrives without ordering other accesses: the reads of a tile are done when its product is done.
 __device__ __forceinline__ void barrier_arrive_in(u32 there) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(there) : "memory");

@@ -9,11 +9,19 @@ __device__ __forceinline__ u32 in_fp8(float low, float high) {
 // width: the bytes of a row in FP8. scales_apart: the distance between the scales of two groups of 128.
 struct QuantizedShape { u32 n_rows, k, width, scales_apart; };
 
+// Rows that are read once.
+struct RowsOnce {
+    const bf16* x;
+    u32 k;
+    __device__ __forceinline__ Eight of(u64 row, u32 column) const { return once8(x + row * k + column); }
+};
+
 // Writes the rows. `n_blocks` blocks share them, and this is block number `block`.
 //
 // A lane has eight numbers: four pairs, which are 16 bytes apart. Two lanes exchange theirs, because a word has a
 // pair of each: their first numbers in bytes 0 and 1, their second in bytes 2 and 3.
-__device__ __forceinline__ void quantize(u32* out, float* scales, const bf16* x, const QuantizedShape& shape, u32 block, u32 n_blocks) {
+template <typename Source>
+__device__ __forceinline__ void quantize(u32* out, float* scales, const Source& x, const QuantizedShape& shape, u32 block, u32 n_blocks) {
     u32 of_row = (shape.k + ROUND_GROUP - 1) / ROUND_GROUP * ROUND_LANES, odd = threadIdx.x % 2;
     u64 n_chunks = (u64)shape.n_rows * of_row, step = (u64)n_blocks * blockDim.x;
     // Whole blocks of threads loop together.
@@ -21,7 +29,7 @@ __device__ __forceinline__ void quantize(u32* out, float* scales, const bf16* x,
         u64 chunk = first + threadIdx.x, row = chunk / of_row;
         u32 column = chunk % of_row * 8;
         bool is_here = chunk < n_chunks;
-        Rounded eight = scaled(is_here && column < shape.k ? once8(x + row * shape.k + column) : Eight{0, 0, 0, 0});
+        Rounded eight = scaled(is_here && column < shape.k ? x.of(row, column) : Eight{0, 0, 0, 0});
         u32 pairs[4], words[2];
 #pragma unroll
         for (u32 i = 0; i < 4; i++) pairs[i] = in_fp8(eight.number[2 * i], eight.number[2 * i + 1]);

@@ -5,10 +5,10 @@ use std::num::NonZero;
 
 use baton_kernels::cpu::{Arithmetic, Processor};
 use baton_kernels::cuda::{
-    ComputeCard, ExpertActivations, ExpertChoice, ExpertLayer, ExpertSizes, ExpertSpace, ExpertSums,
-    ExpertsForm, Fp8Rows, Fp8Scales, HeldExperts, NormedRows, WeightMatrix,
+    ComputeCard, ExpertActivations, ExpertChoice, ExpertInput, ExpertLayer, ExpertSizes, ExpertSpace,
+    ExpertSums, ExpertsForm, Fp8Rows, Fp8Scales, HeldExperts, NormedRows, WeightMatrix,
 };
-use device::cuda::{Bf16, Buffer, CudaError, View};
+use device::cuda::{Bf16, Buffer, CudaError};
 use serde_json::{Value, json};
 
 use super::check_products::product;
@@ -149,12 +149,12 @@ impl Widening {
         card: &ComputeCard,
         form: ExpertsForm,
         layer: ExpertLayer<'_>,
-        x: View<'_, Bf16>,
+        input: ExpertInput<'_>,
         to: ExpertSums<'_>,
         space: &mut ExpertSpace,
     ) -> Result<(), CudaError> {
         let gate_up = self.prepared(card, layer.gate_up, layer.sizes.hidden)?;
-        card.gate_experts(form, ExpertLayer { gate_up, ..layer }, x, space)?;
+        card.gate_experts(form, ExpertLayer { gate_up, ..layer }, input, space)?;
         let down = self.prepared(card, layer.down, layer.sizes.width)?;
         card.sum_experts(form, ExpertLayer { down, ..layer }, to, space)
     }
@@ -251,8 +251,30 @@ impl Case {
     fn run(&self, card: &ComputeCard, form: ExpertsForm, x: &[Bf16]) -> Result<Vec<Bf16>, CudaError> {
         let poison = vec![Bf16(0x7fc0); x.len()];
         let (x, mut out) = (card.upload(x)?, card.upload(&poison)?);
-        self.compute(card, form, x.view(), ExpertSums::Written(out.view_mut()))?;
+        self.compute(card, form, ExpertInput::Normed(x.view()), ExpertSums::Written(out.view_mut()))?;
         card.download(out.view())
+    }
+
+    /// Adds the rows to others, norms the sums and computes the layer: first with separate kernels, then with the one that
+    /// also chooses experts. Returns the output, the residual and the normed rows of both.
+    fn run_given(&self, card: &ComputeCard) -> Result<[[Vec<Bf16>; 3]; 2], CudaError> {
+        let (given, weight) = (card.upload(&self.x)?, card.upload(&self.x[..self.sizes.hidden])?);
+        let (given, weight, epsilon) = (given.view(), weight.view(), EPSILON);
+        let outcome = |is_joined: bool| {
+            let (mut residual, mut normed) = (card.upload(&self.x)?, card.upload(&self.x)?);
+            let mut sums = card.upload(&vec![Bf16(0x7fc0); self.x.len()])?;
+            let to = ExpertSums::Written(sums.view_mut());
+            let (out, residual_to) = (normed.view_mut(), residual.view_mut());
+            if is_joined {
+                let rows = NormedRows { out, residual: residual_to, weight, epsilon };
+                self.compute(card, ExpertsForm::Units, ExpertInput::Given { given, rows }, to)?;
+            } else {
+                card.add_rms_norm(out, residual_to, given, weight, epsilon)?;
+                self.compute(card, ExpertsForm::Units, ExpertInput::Normed(normed.view()), to)?;
+            }
+            Ok([card.download(sums.view())?, card.download(residual.view())?, card.download(normed.view())?])
+        };
+        Ok([outcome(false)?, outcome(true)?])
     }
 
     /// Adds the sums of the rows' experts to the rows, and norms the results.
@@ -261,7 +283,7 @@ impl Case {
         let (mut out, weight) = (card.upload(&self.x)?, card.upload(&self.x[..self.sizes.hidden])?);
         let (to, residual_to, weight) = (out.view_mut(), residual.view_mut(), weight.view());
         let normed = NormedRows { out: to, residual: residual_to, weight, epsilon: EPSILON };
-        self.compute(card, ExpertsForm::Units, x.view(), ExpertSums::Normed(normed))?;
+        self.compute(card, ExpertsForm::Units, ExpertInput::Normed(x.view()), ExpertSums::Normed(normed))?;
         Ok([card.download(out.view())?, card.download(residual.view())?])
     }
 
@@ -277,22 +299,26 @@ impl Case {
         &self,
         card: &ComputeCard,
         form: ExpertsForm,
-        x: View<'_, Bf16>,
+        input: ExpertInput<'_>,
         to: ExpertSums<'_>,
     ) -> Result<(), CudaError> {
-        let activations = self.format.activations();
-        let mut space = ExpertSpace::new(card, self.sizes, x.len() / self.sizes.hidden + 5, activations)?;
-        let Self { sizes, gate_up_there, down_there, .. } = self;
+        let mut space = self.space(card, input.n_numbers() / self.sizes.hidden)?;
         let mut room = Widening::new(card, self.format, form, self.sizes)?;
-        let (gate_up, down) = (gate_up_there.view(), down_there.view());
-        let layer = ExpertLayer {
+        room.compute(card, form, self.layer(), input, to, &mut space)
+    }
+
+    fn space(&self, card: &ComputeCard, n_rows: usize) -> Result<ExpertSpace, CudaError> {
+        ExpertSpace::new(card, self.sizes, n_rows + 5, self.format.activations())
+    }
+
+    fn layer(&self) -> ExpertLayer<'_> {
+        ExpertLayer {
             router: self.router_there.view(),
             choice: self.rule.choice(),
-            gate_up,
-            down,
-            sizes: *sizes,
-        };
-        room.compute(card, form, layer, x, to, &mut space)
+            gate_up: self.gate_up_there.view(),
+            down: self.down_there.view(),
+            sizes: self.sizes,
+        }
     }
 
     fn check(&self, card: &ComputeCard, verdicts: &mut Verdicts, name: &str) -> Result<(), CudaError> {
@@ -311,6 +337,12 @@ impl Case {
         if card.has_many_rows() {
             let tiles = self.run(card, ExpertsForm::Tiles, &self.x)?;
             verdicts.compare(format!("{name}, tiles"), &certain(&wide(&tiles)), &certain(&reference), error);
+        }
+        let n_rows = self.x.len() / hidden;
+        if card.norms_with_choice(ExpertsForm::Units, self.layer(), &self.space(card, n_rows)?, n_rows) {
+            let [apart, joined] = self.run_given(card)?.map(|all| all.concat());
+            let is_alike = apart.iter().zip(&joined).all(|(one, other)| one.0 == other.0);
+            verdicts.holds(format!("{name}, given rows"), is_alike);
         }
         let last = self.x.len() - hidden..self.x.len();
         let alone = self.run(card, ExpertsForm::Units, &self.x[last.clone()])?;
@@ -462,7 +494,8 @@ fn measure_layer(
                 let [gate_up, down] = layers[nth % N_LAYERS].each_ref().map(OnCard::view);
                 let layer =
                     ExpertLayer { router: router.view(), choice: ExpertChoice::PLAIN, gate_up, down, sizes };
-                room.compute(card, form, layer, x.view(), ExpertSums::Written(out.view_mut()), &mut space)
+                let (input, to) = (ExpertInput::Normed(x.view()), ExpertSums::Written(out.view_mut()));
+                room.compute(card, form, layer, input, to, &mut space)
             })?;
             let flop = (6 * n_rows * sizes.n_choices() * hidden * width) as f64;
             let what = format!("{n_experts} experts in {}, {n_rows} rows, {form:?}", format.name());

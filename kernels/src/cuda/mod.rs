@@ -17,9 +17,9 @@ pub use masks::{StepMasks, TokenMasks};
 pub use matmul::{Epilogue, Factors, OutputRows, ProductOutput, ProductShape, Products};
 pub use ops::{
     AddedRows, CountBetter, DecodeAttention, DrawRow, DummyRows, EDIT_WORDS, Ending, ExpandedAttention,
-    ExpertActivations, ExpertChoice, ExpertLayer, ExpertSizes, ExpertSpace, ExpertSums, ExpertsForm,
-    FeedTokens, FewRowsForm, Fp8Rows, Fp8RowsMut, Fp8Scales, FusedKernel, FusedProduct, HeadsRows,
-    HeldExperts, KvNumber, KvPages, LATE, LatentAttention, LatentQueries, LatentRows, LogitEdit,
+    ExpertActivations, ExpertChoice, ExpertInput, ExpertLayer, ExpertSizes, ExpertSpace, ExpertSums,
+    ExpertsForm, FeedTokens, FewRowsForm, Fp8Rows, Fp8RowsMut, Fp8Scales, FusedKernel, FusedProduct,
+    HeadsRows, HeldExperts, KvNumber, KvPages, LATE, LatentAttention, LatentQueries, LatentRows, LogitEdit,
     MANY_FP8_FORMS, ManyFp8Form, ManyRows, NOWHERE, NormedLatents, NormedRows, Outcome, PendingNorm,
     PrefillAttention, PrefillSequence, QuantizedRows, RopeWriteKv, SKINNY_FORMS, SampleTokens, SkinnyForm,
     Standing, SumRows, TOP_MAX, TurnedHeads, WeightMatrix, WidenedPages, WidenedSize, WriteLatents,

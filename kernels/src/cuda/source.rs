@@ -35,7 +35,7 @@ macro_rules! source {
 /// architecture.
 pub const SOURCES: &[Source] = &[
     source!("embedding.cu", ["embedding"]),
-    source!("norm.cu", ["rms_norm", "add_rms_norm", "add_choices_rms_norm"], "choice_sums.cuh"),
+    source!("norm.cu", ["rms_norm", "add_rms_norm", "add_choices_rms_norm"], "choice_sums.cuh", "norm.cuh"),
     source!("silu.cu", ["silu_mul"]),
     source!(
         "rope.cu",
@@ -327,6 +327,7 @@ pub const SOURCES: &[Source] = &[
         "tensor.cuh",
         "rounding.cuh",
         "expert_rows.cuh",
+        "expert_choice.cuh",
         "expert_places.cuh",
         "expert_units.cuh"
     ),
@@ -346,6 +347,19 @@ pub const SOURCES: &[Source] = &[
         "expert_rows.cuh",
         "expert_units.cuh"
     ),
+    source!(
+        "experts_few.cu",
+        ["choose_few"],
+        "tensor.cuh",
+        "hopper.cuh",
+        "rounding.cuh",
+        "quantize.cuh",
+        "norm.cuh",
+        "expert_rows.cuh",
+        "expert_choice.cuh",
+        "expert_places.cuh"
+    )
+    .on_hopper(),
     source!(
         "experts_ring.cu",
         ["experts_ring_gated", "experts_ring_summed"],

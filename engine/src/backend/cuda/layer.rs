@@ -7,7 +7,7 @@
 
 use device::cuda::{Bf16, Buffer, CudaError, RowShare, View, ViewMut};
 use kernels::cuda::{
-    AddedRows, ComputeCard, Ending, Epilogue, ExpertSpace, ExpertSums, ExpertsForm, FusedKernel,
+    AddedRows, ComputeCard, Ending, Epilogue, ExpertInput, ExpertSpace, ExpertSums, ExpertsForm, FusedKernel,
     FusedProduct, HeadsRows, NormedRows, OutputRows, Peers, PendingNorm, ProductShape, Products, RopeWriteKv,
     SumRows,
 };
@@ -25,6 +25,8 @@ pub(super) enum NormState {
     /// The rows are multiplied by the norm's weights, and not yet divided by the norm. Each row has `n_parts`
     /// partial sums of squares.
     Pending { n_parts: usize },
+    /// The rows of the product before are in `given`. They have to be added to the residual, and the sums normed.
+    Given,
 }
 
 /// The two outputs of a layer that are added to the residual.
@@ -102,15 +104,26 @@ impl Decoder {
         match &layer.feed_forward {
             FeedForward::Dense(dense) => self.gate_dense(pass, dense, normed),
             FeedForward::Experts(experts) => {
-                normed.ensure_whole()?;
-                let n = pass.dims.n_tokens;
-                let Workspace { normed: x, experts: space, .. } = &mut *pass.space;
-                let (x, space) = (x.slice(0..n * self.sizes.hidden), expert_space(space)?);
+                let (n, numbers) = (pass.dims.n_tokens, 0..pass.dims.n_tokens * self.sizes.hidden);
+                let Workspace { given, normed: x, residual, experts: space, .. } = &mut *pass.space;
+                let space = expert_space(space)?;
                 let form = self.experts_form(pass.card, experts, space, n);
-                pass.products.gate_experts(pass.card, form, experts.layer(), x, space)?;
+                let input = if normed == NormState::Given {
+                    let rows = NormedRows {
+                        residual: residual.view_mut().slice(numbers.clone()),
+                        out: x.view_mut().slice(numbers.clone()),
+                        weight: layer.mlp_norm.view(),
+                        epsilon: self.epsilon,
+                    };
+                    ExpertInput::Given { given: given.slice(numbers), rows }
+                } else {
+                    normed.ensure_whole()?;
+                    ExpertInput::Normed(x.slice(numbers))
+                };
+                pass.products.gate_experts(pass.card, form, experts.layer(), input, space)?;
                 match &experts.shared {
                     None => Ok(()),
-                    Some(shared) => self.gate_dense(pass, shared, normed),
+                    Some(shared) => self.gate_dense(pass, shared, NormState::Whole),
                 }
             }
         }
@@ -150,6 +163,13 @@ impl Decoder {
     ) -> Result<NormState, CudaError> {
         if let Some(latent) = &layer.latent {
             self.multiply_values(pass, latent)?;
+        }
+        if self.norms_with_choice(pass, layer) {
+            let Workspace { attended, given, .. } = &mut *pass.space;
+            let (n, k) = (pass.dims.n_tokens, layer.o.columns);
+            let mut y = given.view_mut().slice(0..n * self.sizes.hidden);
+            linear(pass.card, pass.products, &mut y, &layer.o, attended.slice(0..n * k))?;
+            return Ok(NormState::Given);
         }
         let can_end = layer.dense().is_some_and(|dense| form_unbiased(pass, &dense.gate_up).is_some());
         self.add_output(pass, LayerOutput::Attended, &layer.o, NextNorm { norm: &layer.mlp_norm, can_end })
@@ -195,6 +215,19 @@ impl Decoder {
                     Some(shared) => self.add_output(pass, LayerOutput::Gated, &shared.down, after),
                 }
             }
+        }
+    }
+
+    /// Returns whether the kernel that chooses experts also adds and norms the rows of this layer. Ranks add up their rows
+    /// first.
+    pub(super) fn norms_with_choice(&self, pass: &Pass<'_>, layer: &LayerWeights) -> bool {
+        match (&layer.feed_forward, &pass.space.experts) {
+            (FeedForward::Experts(experts), Some(space)) if pass.ranks.is_alone() => {
+                let (card, n) = (pass.card, pass.dims.n_tokens);
+                let form = self.experts_form(card, experts, space, n);
+                card.norms_with_choice(form, experts.layer(), space, n)
+            }
+            _ => false,
         }
     }
 
@@ -314,7 +347,7 @@ impl Decoder {
         normed: NormState,
     ) -> Option<PendingNorm<'a>> {
         match normed {
-            NormState::Whole => None,
+            NormState::Whole | NormState::Given => None,
             NormState::Pending { n_parts } => {
                 Some(PendingNorm { squares: squares.slice(0..n * n_parts), epsilon: self.epsilon })
             }
@@ -323,13 +356,13 @@ impl Decoder {
 }
 
 impl NormState {
-    /// Rejects rows with a pending norm. It never fails, because the caller knows which kernel computes the
+    /// Rejects rows that are not normed. It never fails, because the caller knows which kernel computes the
     /// product.
     pub(super) fn ensure_whole(self) -> Result<(), CudaError> {
         match self {
             Self::Whole => Ok(()),
-            Self::Pending { .. } => {
-                Err(CudaError::Argument { kernel: "product", wrong: "rows with a pending norm" })
+            Self::Pending { .. } | Self::Given => {
+                Err(CudaError::Argument { kernel: "product", wrong: "rows that are not normed" })
             }
         }
     }

@@ -67,7 +67,10 @@ impl Decoder {
     fn all_gated(&self, pass: &mut Pass<'_>) -> Result<(), CudaError> {
         self.weights.layers.iter().try_for_each(|layer| {
             let gate_up = layer.dense().and_then(|dense| form(pass, &dense.gate_up));
-            let normed = self.normed_for(pass, Some(&layer.o), gate_up);
+            let normed = match self.norms_with_choice(pass, layer) {
+                true => NormState::Given,
+                false => self.normed_for(pass, Some(&layer.o), gate_up),
+            };
             self.gate(pass, layer, normed)
         })
     }

@@ -1,9 +1,11 @@
 //! Layers of experts whose matrices may have to be widened first.
 
-use device::cuda::{Bf16, CudaError, View};
+use device::cuda::CudaError;
 
 use super::super::ComputeCard;
-use super::super::ops::{ExpertActivations, ExpertLayer, ExpertSpace, ExpertSums, ExpertsForm, WeightMatrix};
+use super::super::ops::{
+    ExpertActivations, ExpertInput, ExpertLayer, ExpertSpace, ExpertSums, ExpertsForm, WeightMatrix,
+};
 use super::Products;
 
 impl Products {
@@ -13,11 +15,11 @@ impl Products {
         card: &ComputeCard,
         form: ExpertsForm,
         layer: ExpertLayer<'_>,
-        x: View<'_, Bf16>,
+        input: ExpertInput<'_>,
         space: &mut ExpertSpace,
     ) -> Result<(), CudaError> {
         let gate_up = self.for_experts(card, form, layer.gate_up, layer.sizes.hidden, space.activations())?;
-        card.gate_experts(form, ExpertLayer { gate_up, ..layer }, x, space)
+        card.gate_experts(form, ExpertLayer { gate_up, ..layer }, input, space)
     }
 
     /// Like [`ComputeCard::sum_experts`].

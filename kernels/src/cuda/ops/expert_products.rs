@@ -56,8 +56,6 @@ impl KernelNames {
 /// The fields of the struct of this name in expert_units.cuh, in the same order, as in all structs below.
 #[repr(C)]
 pub(super) struct ExpertRows {
-    starts: u64,
-    counts: u64,
     items: u64,
     choices: u64,
 }
@@ -115,12 +113,7 @@ struct GroupedEightsShape {
 
 impl ExpertSpace {
     pub(super) fn expert_rows(&self) -> ExpertRows {
-        ExpertRows {
-            starts: self.starts.view().address(),
-            counts: self.counts.view().address(),
-            items: self.items.view().address(),
-            choices: self.choices.view().address(),
-        }
+        ExpertRows { items: self.items.view().address(), choices: self.choices.view().address() }
     }
 }
 

@@ -3,7 +3,9 @@
 use super::expert_products::{ExpertPart, ExpertProduct, ExpertRows, UnitsShape};
 use super::expert_space::{ExpertSpace, ITEM_ROWS};
 use super::experts_fp8::not_widened;
-use super::{Bf16, ComputeCard, CudaError, Fp8Rows, Fp8Scales, QuantizedRows, View, launch, number};
+use super::{
+    Bf16, ComputeCard, CudaError, Fp8Rows, Fp8Scales, QuantizedRows, View, WeightMatrix, launch, number,
+};
 use crate::cuda::tensor_map::{Matrix, TensorMap, UnitMatrices};
 use device::cuda::card::Grid;
 
@@ -44,6 +46,14 @@ impl ComputeCard {
     /// Returns whether units multiply rows in FP8, so that no weight is widened.
     pub(super) fn has_fp8_ring(&self, space: &ExpertSpace) -> bool {
         space.quantized.is_some() && self.has(GATED_FP8)
+    }
+
+    /// Returns whether units with these matrices pass through a ring.
+    pub(super) fn has_ring_for(&self, w: WeightMatrix<'_>, space: &ExpertSpace) -> bool {
+        match w {
+            WeightMatrix::Fp8(_) => self.has_fp8_ring(space),
+            WeightMatrix::Bf16(_) | WeightMatrix::Widened(_) => self.has_ring(),
+        }
     }
 
     pub(super) fn multiply_in_ring(

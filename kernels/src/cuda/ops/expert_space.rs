@@ -13,6 +13,8 @@ pub(super) const GATHER_BLOCKS: usize = 8;
 
 /// The most rows of an item, as in `expert_rows.cuh`.
 pub(super) const ITEM_ROWS: usize = 64;
+/// The words of an item, as in `expert_rows.cuh`.
+const ITEM_WORDS: usize = 4;
 
 /// The numbers of rows and of experts that a block scores, as in `experts.cu`.
 pub(super) const SCORE_ROWS: usize = 8;
@@ -76,8 +78,6 @@ pub struct ExpertSpace {
     /// The scores of all experts for each row, and the number of blocks that have scored each eight rows.
     pub(super) scores: Buffer<f32>,
     pub(super) n_scored: Buffer<u32>,
-    pub(super) starts: Buffer<u32>,
-    pub(super) counts: Buffer<u32>,
     pub(super) items: Buffer<u32>,
     pub(super) tiles: Buffer<u32>,
     pub(super) choices: Buffer<u32>,
@@ -105,8 +105,6 @@ pub(super) struct QuantizedSpace {
 /// The fields of Places in experts.cu, in the same order.
 #[repr(C)]
 pub(super) struct Places {
-    starts: u64,
-    counts: u64,
     items: u64,
     tiles: u64,
     choices: u64,
@@ -173,8 +171,8 @@ impl ExpertSizes {
     pub fn space_bytes(self, rows_max: usize, activations: ExpertActivations) -> usize {
         let (n_places, n_choices) = (self.n_places(rows_max), rows_max * self.n_choices());
         let scores = self.n_scores(rows_max) + rows_max.div_ceil(SCORE_ROWS);
-        let of_experts = 2 * self.n_all() + self.n_items_max(rows_max);
-        let words = scores + 3 * n_choices + of_experts + n_places + n_places / many_rows::ROWS + 2;
+        let of_experts = (self.n_items_max(rows_max) + 1) * ITEM_WORDS;
+        let words = scores + 3 * n_choices + of_experts + n_places + n_places / many_rows::ROWS + 1;
         let numbers = self.n_row_numbers(rows_max) + n_places * self.width;
         let quantized = match activations {
             ExpertActivations::Full => 0,
@@ -200,9 +198,7 @@ impl ExpertSpace {
             weights: card.buffer(n_choices)?,
             scores: card.buffer(sizes.n_scores(rows_max))?,
             n_scored: card.upload(&vec![0; rows_max.div_ceil(SCORE_ROWS)])?,
-            starts: card.buffer(sizes.n_all())?,
-            counts: card.buffer(sizes.n_all())?,
-            items: card.buffer(sizes.n_items_max(rows_max) + 1)?,
+            items: card.buffer((sizes.n_items_max(rows_max) + 1) * ITEM_WORDS)?,
             tiles: card.buffer(n_places / many_rows::ROWS + 1)?,
             choices: card.buffer(n_places)?,
             places: card.buffer(n_choices)?,
@@ -226,8 +222,6 @@ impl ExpertSpace {
     /// Returns the addresses of the places.
     pub(super) fn place_addresses(&mut self) -> Places {
         Places {
-            starts: self.starts.view_mut().address(),
-            counts: self.counts.view_mut().address(),
             items: self.items.view_mut().address(),
             tiles: self.tiles.view_mut().address(),
             choices: self.choices.view_mut().address(),
@@ -247,7 +241,7 @@ impl ExpertSpace {
     }
 
     pub(super) fn n_items_max(&self) -> usize {
-        self.items.len() - 1
+        self.items.len() / ITEM_WORDS - 1
     }
 
     pub(super) fn n_tiles_max(&self) -> usize {

@@ -62,6 +62,17 @@ pub struct ExpertLayer<'a> {
     pub sizes: ExpertSizes,
 }
 
+/// The rows of a layer's input.
+#[derive(Debug)]
+pub enum ExpertInput<'a> {
+    Normed(View<'a, Bf16>),
+    /// They are added to the residual first, and the sum is normed: see [`ComputeCard::norms_with_choice`].
+    Given {
+        given: View<'a, Bf16>,
+        rows: NormedRows<'a>,
+    },
+}
+
 /// What becomes of the sums of each row's experts.
 #[derive(Debug)]
 pub enum ExpertSums<'a> {
@@ -77,11 +88,12 @@ struct ChoiceSums {
     places: u64,
     weights: u64,
     per_row: u32,
+    are_early: u32,
 }
 
 /// The fields of RouterShape in experts.cu, in the same order, as in all structs below.
 #[repr(C)]
-struct RouterShape {
+pub(super) struct RouterShape {
     n_rows: u32,
     k: u32,
     n_experts: u32,
@@ -95,7 +107,40 @@ struct RouterShape {
     every: u32,
 }
 
+impl ExpertInput<'_> {
+    /// Returns the number of numbers of all rows.
+    pub fn n_numbers(&self) -> usize {
+        match self {
+            Self::Normed(x) => x.len(),
+            Self::Given { given, .. } => given.len(),
+        }
+    }
+}
+
 impl ExpertLayer<'_> {
+    /// Returns the address of the correction. A null address tells the kernel that there is none.
+    pub(super) fn correction(&self) -> u64 {
+        self.choice.correction.map_or(0, |correction| correction.address())
+    }
+
+    pub(super) fn router_shape(&self, kernel: &'static str, n_rows: usize) -> Result<RouterShape, CudaError> {
+        let ExpertSizes { hidden, n_experts, per_row, n_shared, held, is_normalized, .. } = self.sizes;
+        let [n_groups, groups_per_row] = self.choice.groups.unwrap_or_default();
+        Ok(RouterShape {
+            n_rows: number(kernel, n_rows)?,
+            k: number(kernel, hidden)?,
+            n_experts: number(kernel, n_experts)?,
+            per_row: number(kernel, per_row)?,
+            n_shared: number(kernel, n_shared)?,
+            is_normalized: u32::from(is_normalized),
+            n_groups: number(kernel, n_groups)?,
+            groups_per_row: number(kernel, groups_per_row)?,
+            scaling: self.choice.scaling,
+            first_held: number(kernel, held.first)?,
+            every: number(kernel, held.every)?,
+        })
+    }
+
     fn check(
         &self,
         card: &ComputeCard,
@@ -166,24 +211,53 @@ impl ComputeCard {
         }
     }
 
-    /// Chooses the experts of each row of `x`, and computes `silu(gate) * up` for each choice.
+    /// Chooses the experts of each row of the input, and computes `silu(gate) * up` for each choice.
     pub fn gate_experts(
         &self,
         form: ExpertsForm,
         layer: ExpertLayer<'_>,
-        x: View<'_, Bf16>,
+        input: ExpertInput<'_>,
         space: &mut ExpertSpace,
     ) -> Result<(), CudaError> {
         let ExpertSizes { hidden, width, .. } = layer.sizes;
-        let n_rows = rows_of("experts", x.len(), hidden)?;
-        self.check_places("experts", &[&x], &[])?;
+        let n_rows = rows_of("experts", input.n_numbers(), hidden)?;
         layer.check(self, form, space, n_rows)?;
         if n_rows == 0 {
             return Ok(());
         }
+        let entering = match self.norms_with_choice(form, layer, space, n_rows) {
+            true => self.choose_few(layer, input, space)?,
+            false => self.choose_and_place(form, layer, input, space)?,
+        };
+        let product = ExpertProduct {
+            part: ExpertPart::Gated,
+            w: layer.gate_up,
+            x: entering,
+            y: space.gated.view().address(),
+            n: 2 * width,
+            k: hidden,
+            y_width: width,
+        };
+        self.multiply_experts(form, product, space, n_rows)
+    }
+
+    /// Chooses and places. Returns the address of the rows that enter the first product.
+    fn choose_and_place(
+        &self,
+        form: ExpertsForm,
+        layer: ExpertLayer<'_>,
+        input: ExpertInput<'_>,
+        space: &mut ExpertSpace,
+    ) -> Result<u64, CudaError> {
+        let kernel = "experts";
+        let ExpertInput::Normed(x) = input else {
+            return Err(CudaError::Argument { kernel, wrong: "rows that are not normed" });
+        };
+        self.check_places(kernel, &[&x], &[])?;
+        let n_rows = rows_of(kernel, x.len(), layer.sizes.hidden)?;
         self.choose_experts(layer, x, space, n_rows)?;
         let rows_at = |space: &ExpertSpace| space.rows.view().address();
-        let entering = match (form, layer.gate_up.fp8_scales()) {
+        Ok(match (form, layer.gate_up.fp8_scales()) {
             (ExpertsForm::Units, None) => {
                 self.place_choices(form, space, n_rows)?;
                 x.address()
@@ -201,17 +275,7 @@ impl ComputeCard {
                 }
                 rows_at(space)
             }
-        };
-        let product = ExpertProduct {
-            part: ExpertPart::Gated,
-            w: layer.gate_up,
-            x: entering,
-            y: space.gated.view().address(),
-            n: 2 * width,
-            k: hidden,
-            y_width: width,
-        };
-        self.multiply_experts(form, product, space, n_rows)
+        })
     }
 
     /// Multiplies the rows of [`gate_experts`](Self::gate_experts) by the second matrix, and adds up the
@@ -261,6 +325,7 @@ impl ComputeCard {
             places: space.places.view().address(),
             weights: space.weights.view().address(),
             per_row: number(kernel, layer.sizes.n_choices())?,
+            are_early: u32::from(form == ExpertsForm::Units && self.has_ring_for(layer.down, space)),
         };
         match to {
             ExpertSums::Written(out) => launch!(self, kernel, config, &out.address(), &sums, &width),
@@ -281,24 +346,9 @@ impl ComputeCard {
     ) -> Result<(), CudaError> {
         let are_many = n_rows > SCORED_AT_ONCE;
         let kernel = if are_many { "choose_experts_of_many" } else { "choose_experts" };
-        let ExpertSizes { hidden, n_experts, per_row, n_shared, held, is_normalized, .. } = layer.sizes;
-        let [n_groups, groups_per_row] = layer.choice.groups.unwrap_or_default();
-        let shape = RouterShape {
-            n_rows: number(kernel, n_rows)?,
-            k: number(kernel, hidden)?,
-            n_experts: number(kernel, n_experts)?,
-            per_row: number(kernel, per_row)?,
-            n_shared: number(kernel, n_shared)?,
-            is_normalized: u32::from(is_normalized),
-            n_groups: number(kernel, n_groups)?,
-            groups_per_row: number(kernel, groups_per_row)?,
-            scaling: layer.choice.scaling,
-            first_held: number(kernel, held.first)?,
-            every: number(kernel, held.every)?,
-        };
-        // A null address tells the kernel that there is no correction.
-        let correction = layer.choice.correction.map_or(0, |correction| correction.address());
-        let (n_tiles, n_eights) = (n_experts.div_ceil(SCORE_EXPERTS), n_rows.div_ceil(SCORE_ROWS));
+        let (shape, correction) = (layer.router_shape(kernel, n_rows)?, layer.correction());
+        let (n_tiles, n_eights) =
+            (layer.sizes.n_experts.div_ceil(SCORE_EXPERTS), n_rows.div_ceil(SCORE_ROWS));
         let (experts, weights) = (space.experts.view_mut().address(), space.weights.view_mut().address());
         let (scores, n_scored) = (space.scores.view_mut().address(), space.n_scored.view_mut().address());
         let (router, x) = (layer.router.address(), x.address());

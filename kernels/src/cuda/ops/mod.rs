@@ -19,6 +19,7 @@ mod experts;
 mod expert_space;
 mod expert_products;
 mod expert_ring;
+mod experts_few;
 mod experts_fp8;
 mod endings;
 mod fp8;
@@ -36,7 +37,7 @@ pub use endings::{AddedRows, Ending, FusedKernel, FusedProduct, HeadsRows, Pendi
 pub use expanded::ExpandedAttention;
 pub use expert_space::{ExpertActivations, ExpertSizes, ExpertSpace, ExpertsForm, HeldExperts};
 pub use experts::{
-    EXPERT_GROUPS_MAX, EXPERTS_MAX, EXPERTS_OF_ROW_MAX, ExpertChoice, ExpertLayer, ExpertSums,
+    EXPERT_GROUPS_MAX, EXPERTS_MAX, EXPERTS_OF_ROW_MAX, ExpertChoice, ExpertInput, ExpertLayer, ExpertSums,
 };
 pub use feed::{FeedTokens, NOWHERE};
 pub(super) use few_rows::MEETING_PARTS;
@@ -186,6 +187,7 @@ pub(super) fn shared_bytes_of(kernel: &str) -> Option<u32> {
         prefill::shared_bytes_of,
         decode::shared_bytes_of,
         expert_ring::shared_bytes_of,
+        experts_few::shared_bytes_of,
         few_rows::shared_bytes_of,
         many_rows::shared_bytes_of,
         expert_products::shared_bytes_of,
