@@ -47,6 +47,15 @@ struct RouterTile {
 // are scored.
 __device__ __forceinline__ u32 share_start(u32 share, const RouterShape& shape) { return (shape.k + 31) / 32 * share / SCORE_SHARES; }
 
+// The sums of a block's warps: [share][row][expert].
+typedef float ScoreParts[SCORE_SHARES][SCORE_ROWS][SCORE_EXPERTS];
+__device__ __forceinline__ float sum_of_parts(const ScoreParts& part, u32 row, u32 expert) {
+    float total = 0.f;
+#pragma unroll
+    for (u32 i = 0; i < SCORE_SHARES; i++) total += part[i][row][expert];
+    return total;
+}
+
 // Greater numbers have greater keys. The key 0 means that the expert is taken, or that there is none.
 __device__ __forceinline__ u32 key_of(float number) {
     u32 bits = __float_as_uint(number);

@@ -49,7 +49,7 @@ __device__ __forceinline__ void choose_row(u32* experts, float* weights, const f
 // n_scored: for each eight rows, the number of blocks that have scored them, or 0 after the last one.
 extern "C" __global__ void __launch_bounds__(SCORE_SHARES * 32)
 choose_experts(u32* experts, float* weights, float* scores, u32* n_scored, const bf16* __restrict__ router, const float* correction, const bf16* x, RouterShape shape) {
-    __shared__ float part[SCORE_SHARES][SCORE_ROWS][SCORE_EXPERTS];
+    __shared__ ScoreParts part;
     __shared__ bool is_last;
     next_may_come();
     u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, width = gridDim.x * SCORE_EXPERTS;
@@ -61,9 +61,7 @@ choose_experts(u32* experts, float* weights, float* scores, u32* n_scored, const
     __syncthreads();
     if (threadIdx.x < SCORE_ROWS * SCORE_EXPERTS) {
         u32 row = threadIdx.x / SCORE_EXPERTS, expert = threadIdx.x % SCORE_EXPERTS;
-        float total = 0.f;
-#pragma unroll
-        for (u32 i = 0; i < SCORE_SHARES; i++) total += part[i][row][expert];
+        float total = sum_of_parts(part, row, expert);
         scores[(u64)(blockIdx.y * SCORE_ROWS + row) * width + blockIdx.x * SCORE_EXPERTS + expert] = total;
         __threadfence();
     }

@@ -126,7 +126,8 @@ __device__ __forceinline__ void choose_few_from(u32* experts, float* weights, co
 extern "C" __global__ void __launch_bounds__(FEW_THREADS)
 choose_few(FewRows rows, float* weights, Places to, PlacesShape places, const bf16* __restrict__ router, const float* correction, RouterShape shape, QuantizedShape quantized) {
     extern __shared__ Eight shared[];
-    __shared__ float part[SCORE_SHARES][SCORE_ROWS][SCORE_EXPERTS], scores[FEW_ROWS][EXPERTS_MAX];
+    __shared__ ScoreParts part;
+    __shared__ float scores[FEW_ROWS][EXPERTS_MAX];
     __shared__ u32 chosen[FEW_CHOICES], rows_of[EXPERTS_MAX];  // rows_of: for each expert a bit for each row
     next_may_come();
     cluster_arrive_silently();
@@ -164,9 +165,7 @@ choose_few(FewRows rows, float* weights, Places to, PlacesShape places, const bf
         __syncthreads();
         if (threadIdx.x < SCORE_ROWS * SCORE_EXPERTS) {
             u32 of_row = threadIdx.x / SCORE_EXPERTS, expert = threadIdx.x % SCORE_EXPERTS;
-            float total = 0.f;
-#pragma unroll
-            for (u32 i = 0; i < SCORE_SHARES; i++) total += part[i][of_row][expert];
+            float total = sum_of_parts(part, of_row, expert);
             cluster_store(place_in(shared_address(&scores[of_row][tile * SCORE_EXPERTS + expert]), 0), total);
         }
         __syncthreads();
