@@ -29,6 +29,8 @@ const EXPECTED: &[&str] = &["incoming gRPC call refused", "member ignored: its r
 /// before etcd answers.
 const ETCD_IS_ABUSED: &[&str] =
     &["registry watch failed", "announcement in the registry failed, trying again"];
+/// How often one member is written, to see that the log is bounded.
+const MANY: usize = 50;
 const REASONS: [&str; 2] = ["unsigned", "signature"];
 
 /// A cluster with a secret, a pool, and a key on its nodes' admin ports.
@@ -214,20 +216,25 @@ async fn strangers_are_refused_with_etcd() {
     let client =
         EtcdClient::connect(&EtcdSettings::new(etcd.endpoints(), CLUSTER)).await.expect("etcd is up");
     let router = guarded.fleet.client();
-    let before = guarded.refused(&router, "entry").await;
-    for (nth, node) in invented.iter().enumerate() {
+    let mut expected = guarded.refused(&router, "entry").await;
+    for (node, n_times) in invented.iter().zip([MANY, 1]) {
         let key = format!("/baton/{CLUSTER}/nodes/{}", node.info.id).into_bytes();
         let signed_elsewhere = Identity::of_cluster(ClusterSecret::new(b"the secret of another cluster"));
         let unsigned = node.info.encode_to_vec();
-        for value in [unsigned.clone(), signed_elsewhere.sign_entry(&key, unsigned)] {
+        let signed = signed_elsewhere.sign_entry(&key, unsigned.clone());
+        for value in [unsigned, signed].into_iter().cycle().take(2 * n_times) {
             let put = PutRequest { key: key.clone(), value, lease: 0 };
             in_time("etcd's answer", client.kv().put(put)).await.expect("etcd lets anyone write here");
         }
+        expected += 2 * n_times as u64;
         eventually("the entries to be refused", async || {
-            (guarded.refused(&router, "entry").await >= before + 2 * (nth as u64 + 1)).then_some(())
+            (guarded.refused(&router, "entry").await >= expected).then_some(())
         })
         .await;
     }
+    let log = guarded.fleet.router.log();
+    let n_lines = log.matches("member ignored").count();
+    assert!((1..=4).contains(&n_lines), "a line for each member and cause: {log}");
     let page = router.get("/metrics").await.1;
     for reason in REASONS {
         let metric = format!("baton_router_callers_refused_total{{reason=\"{reason}\",what=\"entry\"}}");

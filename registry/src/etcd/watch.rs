@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use chassis::Identity;
+use chassis::telemetry::RareLines;
 use prost::Message as _;
 use proto::v1;
 use tracing::warn;
@@ -20,6 +21,9 @@ use crate::watch::{AllNodes, Feed, RegistryMessage};
 
 const OPERATIONS: Operations =
     Operations { read: "read the members", open: "watch the members", follow: "watch etcd" };
+
+/// The lines about ignored entries. Whoever may write to etcd causes one with each write.
+static IGNORED: RareLines = RareLines::new();
 
 pub(crate) struct EtcdFeed {
     settings: EtcdSettings,
@@ -117,7 +121,9 @@ impl EtcdFeed {
     /// Reads a member's entry. An entry without the cluster's signature is ignored.
     fn read_node(&self, id: &NodeId, entry: &KeyValue) -> Option<NodeInfo> {
         if let Err(refused) = self.identity.check_entry(&entry.key, &entry.value) {
-            warn!(key = %id, error = %refused, "member ignored: its record is refused");
+            if let Some(left_out) = IGNORED.line(&format!("{id}: {refused}")) {
+                warn!(key = %id, error = %refused, left_out, "member ignored: its record is refused");
+            }
             return None;
         }
         read_node(id, entry)
@@ -137,10 +143,13 @@ impl EtcdState {
 fn read_node(id: &NodeId, entry: &KeyValue) -> Option<NodeInfo> {
     let node = v1::NodeInfo::decode(&*entry.value).map_err(|error| error.to_string());
     let node = node.and_then(|node| NodeInfo::try_from(node).map_err(|error| error.to_string()));
-    match node {
-        Ok(node) if node.id == *id => return Some(node),
-        Ok(node) => warn!(key = %id, node = %node.id, "member ignored: its key names another node"),
-        Err(error) => warn!(key = %id, error, "member ignored: its record cannot be read"),
+    let cause = match &node {
+        Ok(node) if node.id == *id => return Some(node.clone()),
+        Ok(other) => format!("it is the record of {}", other.id),
+        Err(error) => format!("its record cannot be read: {error}"),
+    };
+    if let Some(left_out) = IGNORED.line(&format!("{id}: {cause}")) {
+        warn!(key = %id, cause, left_out, "member ignored");
     }
     None
 }

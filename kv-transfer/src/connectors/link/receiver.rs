@@ -52,8 +52,8 @@ pub(in crate::connectors) struct Receiver {
     /// The number of streams accepted so far. Each stream gets the next thread.
     n_streams: AtomicUsize,
     room: Arc<Semaphore>,
-    /// The log lines about refused streams.
-    refused: RareLines,
+    /// The log lines about streams that were refused or lost.
+    failed: RareLines,
 }
 
 /// Who grants the landings that the links fill.
@@ -79,7 +79,7 @@ impl Receiver {
             links: Mutex::default(),
             n_streams: AtomicUsize::new(0),
             room: Arc::new(Semaphore::new(STREAMS_OF_ALL_MAX)),
-            refused: RareLines::new(),
+            failed: RareLines::new(),
         })
     }
 
@@ -135,7 +135,7 @@ impl Receiver {
 
     fn start(self: &Arc<Self>, from: String, arriving: Handshake) {
         let Ok(permit) = Arc::clone(&self.room).try_acquire_owned() else {
-            if let Some(left_out) = self.refused.line("too many streams") {
+            if let Some(left_out) = self.failed.line("too many streams") {
                 warn!(from, left_out, "KV stream from peer refused: too many streams are open");
             }
             return;
@@ -146,7 +146,7 @@ impl Receiver {
             let served =
                 async { this.serve(within(this.parts.settings.stall(), "a stream", arriving).await?).await };
             let served = this.closed.run_until_cancelled(served).await;
-            log_end(from, served.unwrap_or(Ok(())), &this.refused);
+            log_end(from, served.unwrap_or(Ok(())), &this.failed);
         };
         let turn = self.n_streams.fetch_add(1, Ordering::Relaxed);
         let start = || spawn_guarded(&self.parts.gate, "kv stream in", serve);
@@ -352,15 +352,16 @@ fn neighbours(n: u16, has: impl Fn(u16) -> bool) -> Range<u16> {
     first..numbers.next_back().unwrap_or(first) + 1
 }
 
-fn log_end(from: impl Display, ended: Result<(), TransferError>, refused: &RareLines) {
-    match ended {
-        Ok(()) => debug!(%from, "KV stream from peer ended without error"),
-        Err(error @ (TransferError::Frame(_) | TransferError::Protocol(_))) => {
-            let error = in_full(&error);
-            if let Some(left_out) = refused.line(&error) {
-                warn!(%from, error, left_out, "KV stream from peer refused");
-            }
-        }
-        Err(error) => info!(%from, error = in_full(&error), "KV stream from peer lost"),
+fn log_end(from: impl Display, ended: Result<(), TransferError>, failed: &RareLines) {
+    let Err(error) = ended else {
+        debug!(%from, "KV stream from peer ended without error");
+        return;
+    };
+    let is_refused = matches!(error, TransferError::Frame(_) | TransferError::Protocol(_));
+    let error = in_full(&error);
+    match failed.line(&error) {
+        None => {}
+        Some(left_out) if is_refused => warn!(%from, error, left_out, "KV stream from peer refused"),
+        Some(left_out) => info!(%from, error, left_out, "KV stream from peer lost"),
     }
 }
