@@ -22,7 +22,7 @@ use crate::watch::{AllNodes, Feed, RegistryMessage};
 const OPERATIONS: Operations =
     Operations { read: "read the members", open: "watch the members", follow: "watch etcd" };
 
-/// The lines about ignored entries. Whoever may write to etcd causes one with each write.
+/// The log lines about ignored members. A process that can write to etcd could cause a line with every write.
 static IGNORED: RareLines = RareLines::new();
 
 pub(crate) struct EtcdFeed {
@@ -118,15 +118,16 @@ impl EtcdFeed {
         }
     }
 
-    /// Reads a member's entry. An entry without the cluster's signature is ignored.
+    /// Reads a member's entry. Ignores an entry that lacks the cluster's signature or that cannot be decoded.
     fn read_node(&self, id: &NodeId, entry: &KeyValue) -> Option<NodeInfo> {
-        if let Err(refused) = self.identity.check_entry(&entry.key, &entry.value) {
-            if let Some(left_out) = IGNORED.line(&format!("{id}: {refused}")) {
-                warn!(key = %id, error = %refused, left_out, "member ignored: its record is refused");
+        let checked = self.identity.check_entry(&entry.key, &entry.value).map_err(|error| error.to_string());
+        let node = checked.and_then(|()| decode_node(id, &entry.value));
+        node.inspect_err(|error| {
+            if let Some(left_out) = IGNORED.line(&format!("{id}: {error}")) {
+                warn!(key = %id, error, left_out, "member ignored: its record is refused");
             }
-            return None;
-        }
-        read_node(id, entry)
+        })
+        .ok()
     }
 }
 
@@ -138,20 +139,14 @@ impl EtcdState {
     }
 }
 
-/// Decodes a member's entry. An entry that cannot be decoded, written by a newer version or by hand, is
-/// ignored.
-fn read_node(id: &NodeId, entry: &KeyValue) -> Option<NodeInfo> {
-    let node = v1::NodeInfo::decode(&*entry.value).map_err(|error| error.to_string());
-    let node = node.and_then(|node| NodeInfo::try_from(node).map_err(|error| error.to_string()));
-    let cause = match &node {
-        Ok(node) if node.id == *id => return Some(node.clone()),
-        Ok(other) => format!("it is the record of {}", other.id),
-        Err(error) => format!("its record cannot be read: {error}"),
-    };
-    if let Some(left_out) = IGNORED.line(&format!("{id}: {cause}")) {
-        warn!(key = %id, cause, left_out, "member ignored");
+/// Decodes a member's record. A newer version or an operator may have written another format.
+fn decode_node(id: &NodeId, record: &[u8]) -> Result<NodeInfo, String> {
+    let node = v1::NodeInfo::decode(record).map_err(|error| error.to_string())?;
+    let node = NodeInfo::try_from(node).map_err(|error| error.to_string())?;
+    match node.id == *id {
+        true => Ok(node),
+        false => Err(format!("it is the record of {}", node.id)),
     }
-    None
 }
 
 #[cfg(test)]

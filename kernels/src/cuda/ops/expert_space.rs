@@ -16,7 +16,7 @@ pub(super) const ITEM_ROWS: usize = 64;
 /// The words of an item, as in `expert_rows.cuh`.
 const ITEM_WORDS: usize = 4;
 
-/// The numbers of rows and of experts that a block scores, as in `experts.cu`.
+/// The numbers of rows and of experts that a block scores, as in `expert_choice.cuh`.
 pub(super) const SCORE_ROWS: usize = 8;
 pub(super) const SCORE_EXPERTS: usize = 16;
 
@@ -102,7 +102,7 @@ pub(super) struct QuantizedSpace {
     pub(super) scales: Buffer<f32>,
 }
 
-/// The fields of Places in experts.cu, in the same order.
+/// The fields of Places in expert_places.cuh, in the same order.
 #[repr(C)]
 pub(super) struct Places {
     items: u64,
@@ -111,7 +111,7 @@ pub(super) struct Places {
     places: u64,
 }
 
-/// The fields of PlacesShape in experts.cu, in the same order.
+/// The fields of PlacesShape in expert_places.cuh, in the same order.
 #[repr(C)]
 pub(super) struct PlacesShape {
     n_choices: u32,

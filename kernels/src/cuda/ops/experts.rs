@@ -21,7 +21,7 @@ use device::cuda::card::grid;
 pub const EXPERTS_MAX: usize = 512;
 pub const EXPERTS_OF_ROW_MAX: usize = 32;
 
-/// The largest number of groups of experts: a lane has each, in `experts.cu`.
+/// The largest number of groups of experts: a lane has each, in `expert_choice.cuh`.
 pub const EXPERT_GROUPS_MAX: usize = 32;
 
 /// The number of threads of a block that scores rows, as in `experts.cu`.
@@ -91,7 +91,7 @@ struct ChoiceSums {
     are_early: u32,
 }
 
-/// The fields of RouterShape in experts.cu, in the same order, as in all structs below.
+/// The fields of RouterShape in expert_choice.cuh, in the same order.
 #[repr(C)]
 pub(super) struct RouterShape {
     n_rows: u32,

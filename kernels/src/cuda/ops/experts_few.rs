@@ -40,7 +40,7 @@ impl ComputeCard {
         n_rows: usize,
     ) -> bool {
         let are_few = n_rows <= SCORE_ROWS && layer.sizes.hidden <= WIDTH_MAX;
-        let is_entered = layer.gate_up.fp8_scales().is_none() || self.has_fp8_ring(space);
+        let is_entered = self.has_ring_for(layer.gate_up, space);
         form == ExpertsForm::Units && are_few && is_entered && self.has(KERNEL)
     }
 
