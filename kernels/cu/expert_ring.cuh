@@ -13,6 +13,7 @@
 // A struct Units has the rows of a tile, and the way from sums to the output. A struct Factors has
 //   NUMBER_BYTES: the bytes of a number
 //   place_scales(at), scale_of(...): the scales of x, and the one that a thread copies to each stage, if there are any
+//   X_ARRIVALS, fill_x(...): how the four warps fill the stages with rows of x, and how many threads arrive at each
 //   sum_up(...): the sums of a group with as many rows of x as a warp has registers for
 constexpr u32 TILE_ROWS = 128, GROUP_ROWS = 64, X_ROWS = ITEM_ROWS, GROUPS = 2, GROUP_THREADS = 128;
 constexpr u32 W_THREAD = GROUPS * GROUP_THREADS, X_THREAD = W_THREAD + 32, X_WARPS = 4, RING_THREADS = W_THREAD + (1 + X_WARPS) * 32;
@@ -104,6 +105,7 @@ __device__ __forceinline__ void bring_w(const Ring& ring, const TensorMap& of_w,
     } while (task.next(rows, n_tiles));
 }
 
+constexpr u32 COPY_ARRIVALS = X_WARPS * 32;
 // Copies the rows of x: four warps call this, because one waits too long for each stage. A thread copies 16 bytes of every
 // 16th row.
 template <typename Units, typename Factors>
@@ -178,7 +180,7 @@ __device__ __forceinline__ void multiply_in_ring(bf16* y, const TensorMap& of_w,
     factors.place_scales(reinterpret_cast<char*>(shared) + (ring.at - shared_address(shared)) + STAGES * STAGE_BYTES);
     if (threadIdx.x == 0) {
         fetch_map(of_w);
-        ring_started<STAGES>(ring, W_THREAD / 32, 1 + X_WARPS * 32);
+        ring_started<STAGES>(ring, W_THREAD / 32, 1 + Factors::X_ARRIVALS);
     }
     __syncthreads();
     u32 n_tiles = Units::count(shape), n_steps = (shape.k + COLUMNS - 1) / COLUMNS;
@@ -196,7 +198,7 @@ __device__ __forceinline__ void multiply_in_ring(bf16* y, const TensorMap& of_w,
     if (!has_tiles) return;
     if (threadIdx.x >= W_THREAD) {
         if (threadIdx.x == W_THREAD) bring_w<Units, COLUMNS>(ring, of_w, rows, task, n_tiles, n_steps, shape);
-        if (threadIdx.x >= X_THREAD) copy_x<Units>(ring, x, rows, task, n_tiles, n_steps, factors, shape);
+        if (threadIdx.x >= X_THREAD) factors.template fill_x<Units>(ring, x, rows, task, n_tiles, n_steps, shape);
         return;
     }
     RingTurn turn;

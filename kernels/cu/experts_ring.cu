@@ -4,11 +4,16 @@ struct NoScale {
 };
 
 struct Bf16Factors {
-    static constexpr u32 NUMBER_BYTES = 2;
+    static constexpr u32 NUMBER_BYTES = 2, X_ARRIVALS = COPY_ARRIVALS;
 
     __device__ __forceinline__ void place_scales(char*) {}
     template <typename Units>
     __device__ __forceinline__ NoScale scale_of(const ExpertRows&, u32, u32) const { return {}; }
+
+    template <typename Units>
+    __device__ __forceinline__ void fill_x(const Ring& ring, const char* x, const ExpertRows& rows, Task task, u32 n_tiles, u32 n_steps, const ExpertsShape& shape) const {
+        copy_x<Units>(ring, x, rows, task, n_tiles, n_steps, *this, shape);
+    }
 
     template <typename Units, u32 SUMS>
     __device__ __forceinline__ void sum_up(float (&sum)[SUMS], const Ring& ring, RingTurn& turn, u32 n_steps, u32, u32) const {

@@ -1,5 +1,5 @@
 // Products of few rows with experts, both in FP8 (e4m3), on Hopper: the tiles of expert_ring.cuh. w and x are in the layout of
-// `Fp8Rows` in ops/fp8.rs.
+// `Fp8Rows` in ops/fp8.rs. The rows of the second product come in bf16, and are rounded on their way into the ring.
 //
 // The tensor cores add products of FP8 with less precision than f32 has. So they add up 128 numbers of k at a time, and
 // these sums are added in f32, each times its scale of x, as in many_rows_fp8.cu.
@@ -7,7 +7,7 @@ constexpr u32 SCALED_ROWS = 64;
 static_assert(X_ROWS <= X_WARPS * 32, "a thread for the scale of each row of x");
 enum class WScales { ROWS, BLOCKS };
 
-// x_apart: the distance between the scales of x for two groups of 128.
+// x_apart: the distance between the scales of x for two groups of 128. There are none if x is in bf16.
 struct RingFp8Shape {
     ExpertsShape of;
     u32 x_apart;
@@ -88,13 +88,61 @@ struct ScalesOfW {
     }
 };
 
-template <WScales SCALES>
-struct Fp8Factors {
-    static constexpr u32 NUMBER_BYTES = 1;
-    const RingFp8Shape& shape;
-    const float* x_scales;  // [stage][row], in shared memory
+// Rounds rows of x in bf16, and writes them and their scales to the stages. The warps take stages in turn. A lane has eight
+// numbers of every second row.
+template <typename Units>
+__device__ __forceinline__ void round_x(const Ring& ring, const bf16* x, float* x_scales, const ExpertRows& rows, Task task, u32 n_tiles, u32 n_steps, const ExpertsShape& shape) {
+    constexpr u32 AT_ONCE = 32 / ROUND_LANES, LOADS = 4;
+    u32 warp = (threadIdx.x - X_THREAD) / 32, lane = threadIdx.x % 32, chunk = lane % ROUND_LANES, first_row = lane / ROUND_LANES;
+    u32 place = quantized_place(chunk), nth = 0;
+    RingTurn turn;
+    do {
+        u32 n_rows = task.n_rows();
+        for (u32 step = 0; step < n_steps; step++, nth++, turn.next()) {
+            if (nth % X_WARPS != warp) continue;
+            u32 column = step * ROUND_GROUP + chunk * 8, to = ring.at + turn.stage * STAGE_BYTES + W_BYTES;
+            for (u32 first = 0; first < n_rows; first += LOADS * AT_ONCE) {
+                Eight eights[LOADS];
+#pragma unroll
+                for (u32 i = 0; i < LOADS; i++) {
+                    u32 row = first + i * AT_ONCE + first_row;
+                    bool is_there = row < n_rows && column < shape.k;
+                    eights[i] = is_there ? load8(x + (u64)Units::row_of_x(rows, task.place() + row, shape) * shape.k + column) : Eight{0, 0, 0, 0};
+                }
+                if (first == 0) barrier_wait(ring.empty + turn.stage * 8, turn.parity ^ 1);
+#pragma unroll
+                for (u32 i = 0; i < LOADS; i++) {
+                    u32 row = first + i * AT_ONCE + first_row;
+                    if (first + i * AT_ONCE >= n_rows) break;
+                    QuantizedEight eight = quantized8(eights[i]);
+                    put4(to + chunk_place(row, place / 16) + place % 16, eight.words[0]);
+                    put4(to + chunk_place(row, place / 16 + 2) + place % 16, eight.words[1]);
+                    if (chunk == 0) x_scales[turn.stage * X_ROWS + row] = eight.scale();
+                }
+            }
+            stores_shown();
+            __syncwarp();
+            if (lane == 0) barrier_arrive(ring.full + turn.stage * 8);
+        }
+    } while (task.next(rows, n_tiles));
+}
+static_assert(TILE_ROW_BYTES == ROUND_GROUP, "a step has a group of numbers");
 
-    __device__ __forceinline__ void place_scales(char* free) { x_scales = reinterpret_cast<const float*>(free); }
+enum class XForm { FP8, BF16 };
+
+template <WScales SCALES, XForm X>
+struct Fp8Factors {
+    static constexpr u32 NUMBER_BYTES = 1, X_ARRIVALS = X == XForm::FP8 ? COPY_ARRIVALS : 1;
+    const RingFp8Shape& shape;
+    float* x_scales;  // [stage][row], in shared memory
+
+    __device__ __forceinline__ void place_scales(char* free) { x_scales = reinterpret_cast<float*>(free); }
+
+    template <typename Units>
+    __device__ __forceinline__ void fill_x(const Ring& ring, const char* x, const ExpertRows& rows, Task task, u32 n_tiles, u32 n_steps, const ExpertsShape& of) const {
+        if constexpr (X == XForm::FP8) copy_x<Units>(ring, x, rows, task, n_tiles, n_steps, *this, of);
+        else round_x<Units>(ring, reinterpret_cast<const bf16*>(x), x_scales, rows, task, n_tiles, n_steps, of);
+    }
 
     template <typename Units>
     __device__ __forceinline__ ScaleOfX scale_of(const ExpertRows& rows, u32 place, u32 n_rows) const {
@@ -138,15 +186,15 @@ struct Fp8Factors {
     }
 };
 
-#define EXPERTS_RING_FP8(NAME, SCALES, UNITS)                                                                              \
+#define EXPERTS_RING_FP8(NAME, SCALES, UNITS, X)                                                                            \
     extern "C" __global__ void __launch_bounds__(RING_THREADS, 1)                                                          \
     NAME(bf16* y, const __grid_constant__ TensorMap w, const char* x, ExpertRows rows, RingFp8Shape shape) {               \
-        multiply_in_ring<UNITS>(y, w, x, rows, Fp8Factors<SCALES>{shape, nullptr}, shape.of);                              \
+        multiply_in_ring<UNITS>(y, w, x, rows, Fp8Factors<SCALES, X>{shape, nullptr}, shape.of);                           \
     }
-EXPERTS_RING_FP8(experts_ring_fp8_gated, WScales::ROWS, GatedTile)
-EXPERTS_RING_FP8(experts_ring_fp8_summed, WScales::ROWS, SummedTile)
-EXPERTS_RING_FP8(experts_ring_blocks_gated, WScales::BLOCKS, GatedTile)
-EXPERTS_RING_FP8(experts_ring_blocks_summed, WScales::BLOCKS, SummedTile)
+EXPERTS_RING_FP8(experts_ring_fp8_gated, WScales::ROWS, GatedTile, XForm::FP8)
+EXPERTS_RING_FP8(experts_ring_fp8_summed, WScales::ROWS, SummedTile, XForm::BF16)
+EXPERTS_RING_FP8(experts_ring_blocks_gated, WScales::BLOCKS, GatedTile, XForm::FP8)
+EXPERTS_RING_FP8(experts_ring_blocks_summed, WScales::BLOCKS, SummedTile, XForm::BF16)
 
 // === Before the products ===
 

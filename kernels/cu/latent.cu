@@ -6,21 +6,26 @@ ATTEND_LATENTS(attend_latents_16, bf16, 1, 4)
 ATTEND_LATENTS(attend_latents_fp8_16, f8, 1, 4)
 
 // Adds up the parts of a query, one block of threads for each query. A thread has four numbers.
-extern "C" __global__ void __launch_bounds__(RANK / 4)
+constexpr u32 MERGE_THREADS = RANK / 4;
+extern "C" __global__ void __launch_bounds__(MERGE_THREADS)
 merge_latents(bf16* out, const float* parts, const float2* part_sums, const u32* lengths, u32 n_heads, u32 n_parts, u32 chunk_tokens) {
     in_turn();
     u64 row = (u64)blockIdx.y * n_heads + blockIdx.x;
     u32 n_used = min((lengths[blockIdx.y] + chunk_tokens - 1) / chunk_tokens, n_parts);
+    const float4* of_thread = reinterpret_cast<const float4*>(parts + row * n_parts * RANK) + threadIdx.x;
     const float2* sums = part_sums + row * n_parts;
     float most = -INF, total = 0.f;
-    for (u32 i = 0; i < n_used; i++) most = fmaxf(most, sums[i].x);
+    for (u32 i = threadIdx.x % 32; i < n_used; i += 32) most = fmaxf(most, sums[i].x);
+#pragma unroll
+    for (u32 lanes = 16; lanes > 0; lanes /= 2) most = fmaxf(most, __shfl_xor_sync(FULL_WARP, most, lanes));
     float number[4] = {};
+#pragma unroll 8
     for (u32 i = 0; i < n_used; i++) {
         float2 of = sums[i];
         float share = of.x == -INF ? 0.f : power2(of.x - most);
         if (of.y != of.y) share = of.y;  // NaN makes the whole result NaN
         total += share * of.y;
-        float4 four = *reinterpret_cast<const float4*>(parts + (row * n_parts + i) * RANK + threadIdx.x * 4);
+        float4 four = of_thread[i * MERGE_THREADS];
         number[0] += share * four.x, number[1] += share * four.y, number[2] += share * four.z, number[3] += share * four.w;
     }
     float by = total == 0.f ? 0.f : 1.f / total;
@@ -121,85 +126,134 @@ WRITE_LATENTS(write_latents_fp8, f8)
 
 // Numbers between two rows of q, and between two rows, and two heads of a row, of rotated numbers.
 struct TurnShape { u32 q_row, row, head, n_heads, n_positions; };
+struct Turned {
+    bf16* rotated;
+    const u32* positions;
+    const float2* turns;
+    TurnShape shape;
+};
+static_assert(sizeof(Turned) == 48, "as in ops/latent.rs");
 
-// Rotates the rotated part of each head of q, and writes it elsewhere, or to the same place.
+// Rotates the rotated part of a head of q, and writes it elsewhere, or to the same place.
+__device__ __forceinline__ void turn_head(const Turned& to, const bf16* q, u32 row, u32 head, u32 pair) {
+    const bf16* from = q + (u64)row * to.shape.q_row + head * Q_HEAD + UNROTATED;
+    turn_pair(to.rotated + (u64)row * to.shape.row + head * to.shape.head, from, pair, turn_of(to.turns, to.positions[row], pair, to.shape.n_positions));
+}
+
 extern "C" __global__ void __launch_bounds__(WRITE_THREADS)
-turn_queries(bf16* rotated, const bf16* q, const u32* positions, const float2* turns, TurnShape shape) {
+turn_queries(const bf16* q, Turned to) {
     in_turn();
-    u32 position = positions[blockIdx.x];
-    for (u32 nth = threadIdx.x; nth < shape.n_heads * ROTATED / 2; nth += WRITE_THREADS) {
-        u32 head = nth / (ROTATED / 2), pair = nth % (ROTATED / 2);
-        const bf16* from = q + (u64)blockIdx.x * shape.q_row + head * Q_HEAD + UNROTATED;
-        bf16* to = rotated + (u64)blockIdx.x * shape.row + head * shape.head;
-        turn_pair(to, from, pair, turn_of(turns, position, pair, shape.n_positions));
-    }
+    for (u32 nth = threadIdx.x; nth < to.shape.n_heads * ROTATED / 2; nth += WRITE_THREADS)
+        turn_head(to, q, blockIdx.x, nth / (ROTATED / 2), nth % (ROTATED / 2));
 }
 
 // === Products of each head with a matrix of its own ===
 
-// A block of threads multiplies 64 rows of one head by 64 rows of the head's matrix. Each warp has 16 rows.
-constexpr u32 HEADS_WARPS = 4, HEADS_TILE = 64, HEADS_CHUNKS = HEADS_TILE / 8;
-__device__ __forceinline__ u32 heads_place(u32 row, u32 chunk) { return (row * HEADS_CHUNKS + (chunk ^ row % 8)) * 16; }
+// A block of threads multiplies rows of one head by rows of the head's matrix. Each warp has 16 rows of x. A stage has 64 numbers
+// of each row. The first stages of w are loaded while the previous kernel ends, which writes x.
+constexpr u32 HEADS_WARPS = 4, HEADS_THREADS = HEADS_WARPS * 32, STAGE_NUMBERS = 64, STAGE_CHUNKS = STAGE_NUMBERS / 8;
+__device__ __forceinline__ u32 heads_place(u32 row, u32 chunk) { return (row * STAGE_CHUNKS + (chunk ^ row % 8)) * 16; }
 
 // Numbers between two rows, and between two heads of a row.
 struct HeadsShape { u32 n_rows, x_row, x_head, y_row, y_head; };
 
-template <u32 K, u32 N>
-__device__ __forceinline__ void multiply_heads(bf16* y, const bf16* x, const bf16* w, HeadsShape shape) {
-    constexpr u32 THREADS = HEADS_WARPS * 32, TILE_BYTES = HEADS_TILE * HEADS_TILE * 2;
-    __shared__ __align__(16) unsigned char memory[4 * TILE_BYTES];  // two of x, two of the matrix
-    in_turn();
+// ROW_WARPS: the warps with rows of their own; the others share COLUMNS rows of the matrix.
+template <u32 K, u32 N, u32 ROW_WARPS, u32 COLUMNS, u32 STAGES>
+__device__ __forceinline__ void multiply_heads(bf16* y, const bf16* x, const bf16* w, const HeadsShape& shape) {
+    constexpr u32 ROWS = ROW_WARPS * 16, EIGHTS = COLUMNS * ROW_WARPS / HEADS_WARPS / 8, N_STEPS = K / STAGE_NUMBERS;
+    constexpr u32 X_BYTES = ROWS * STAGE_NUMBERS * 2, STAGE_BYTES = X_BYTES + COLUMNS * STAGE_NUMBERS * 2;
+    __shared__ __align__(16) unsigned char memory[STAGES * STAGE_BYTES];
     u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    u32 first_n = blockIdx.x * HEADS_TILE, first_row = blockIdx.y * HEADS_TILE, head = blockIdx.z;
-    u32 x_at = shared_address(memory), w_at = x_at + 2 * TILE_BYTES;
-    auto load = [&](u32 now, u32 k) {
+    u32 first_n = blockIdx.x * COLUMNS, first_row = blockIdx.y * ROWS, head = blockIdx.z;
+    u32 of_warp = warp % ROW_WARPS * 16, n_of_warp = warp / ROW_WARPS * EIGHTS * 8;
+    auto stage_at = [&](u32 step) { return shared_address(memory) + step % STAGES * STAGE_BYTES; };
+    auto load_w = [&](u32 step) {
+        u32 at = stage_at(step) + X_BYTES;
 #pragma unroll
-        for (u32 i = 0; i < HEADS_TILE * HEADS_CHUNKS / THREADS; i++) {
-            u32 nth = threadIdx.x + i * THREADS, row = nth / HEADS_CHUNKS, chunk = nth % HEADS_CHUNKS;
-            u32 to = now * TILE_BYTES + heads_place(row, chunk);
-            copy16(w_at + to, w + ((u64)head * N + first_n + row) * K + k + chunk * 8, true);
-            copy16(x_at + to, x + (u64)(first_row + row) * shape.x_row + head * shape.x_head + k + chunk * 8, first_row + row < shape.n_rows);
+        for (u32 nth = threadIdx.x; nth < COLUMNS * STAGE_CHUNKS; nth += HEADS_THREADS) {
+            u32 row = nth / STAGE_CHUNKS, chunk = nth % STAGE_CHUNKS;
+            copy16(at + heads_place(row, chunk), w + ((u64)head * N + first_n + row) * K + step * STAGE_NUMBERS + chunk * 8, true);
+        }
+    };
+    auto load_x = [&](u32 step) {
+        u32 at = stage_at(step);
+#pragma unroll
+        for (u32 nth = threadIdx.x; nth < ROWS * STAGE_CHUNKS; nth += HEADS_THREADS) {
+            u32 row = nth / STAGE_CHUNKS, chunk = nth % STAGE_CHUNKS;
+            const bf16* from = x + (u64)(first_row + row) * shape.x_row + head * shape.x_head + step * STAGE_NUMBERS + chunk * 8;
+            copy16(at + heads_place(row, chunk), from, first_row + row < shape.n_rows);
         }
         copies_committed();
     };
-    load(0, 0);
-    float sum[HEADS_TILE / 8][4] = {};
-    for (u32 k = 0, now = 0; k < K; k += HEADS_TILE, now ^= 1) {
-        if (k + HEADS_TILE < K) {
-            load(now ^ 1, k + HEADS_TILE);
-            copies_landed_but<1>();
-        } else {
-            copies_landed_but<0>();
-        }
+#pragma unroll
+    for (u32 step = 0; step < STAGES; step++) load_w(step);
+    wait_for_last();
+#pragma unroll
+    for (u32 step = 0; step < STAGES; step++) load_x(step);
+    float sum[EIGHTS][4] = {};
+    for (u32 step = 0; step < N_STEPS; step++) {
+        copies_landed_but<STAGES - 1>();
         __syncthreads();
+        u32 x_at = stage_at(step), w_at = x_at + X_BYTES;
 #pragma unroll
-        for (u32 step = 0; step < HEADS_TILE / 16; step++) {
-            u32 a[4];
-            matrices(a, x_at + now * TILE_BYTES + heads_place(warp * 16 + lane % 16, step * 2 + lane / 16));
+        for (u32 chunk = 0; chunk < STAGE_CHUNKS; chunk += 4) {
+            u32 a[2][4];
 #pragma unroll
-            for (u32 n = 0; n < HEADS_TILE / 16; n++) {
+            for (u32 i = 0; i < 2; i++) matrices(a[i], x_at + heads_place(of_warp + lane % 16, chunk + i * 2 + lane / 16));
+#pragma unroll
+            for (u32 n = 0; n < EIGHTS; n++) {
                 u32 b[4];
-                matrices(b, w_at + now * TILE_BYTES + heads_place(n * 16 + lane % 8 + lane / 16 * 8, step * 2 + lane / 8 % 2));
-                mma(sum[2 * n], a[0], a[1], a[2], a[3], b[0], b[1]);
-                mma(sum[2 * n + 1], a[0], a[1], a[2], a[3], b[2], b[3]);
+                matrices(b, w_at + heads_place(n_of_warp + n * 8 + lane % 8, chunk + lane / 8));
+                mma(sum[n], a[0][0], a[0][1], a[0][2], a[0][3], b[0], b[1]);
+                mma(sum[n], a[1][0], a[1][1], a[1][2], a[1][3], b[2], b[3]);
             }
         }
-        __syncthreads();
+        if (step + STAGES < N_STEPS) {
+            __syncthreads();
+            load_w(step + STAGES);
+            load_x(step + STAGES);
+        } else {
+            copies_committed();  // an empty group, so that the number of later groups is known
+        }
     }
 #pragma unroll
     for (u32 half = 0; half < 2; half++) {
-        u32 row = first_row + warp * 16 + half * 8 + g;
+        u32 row = first_row + of_warp + half * 8 + g;
         if (row >= shape.n_rows) continue;
-        bf16* to = y + (u64)row * shape.y_row + head * shape.y_head + first_n + 2 * t;
+        bf16* to = y + (u64)row * shape.y_row + head * shape.y_head + first_n + n_of_warp + 2 * t;
 #pragma unroll
-        for (u32 n = 0; n < HEADS_TILE / 8; n++) *reinterpret_cast<u32*>(to + n * 8) = narrow(sum[n][2 * half], sum[n][2 * half + 1]);
+        for (u32 n = 0; n < EIGHTS; n++) *reinterpret_cast<u32*>(to + n * 8) = narrow(sum[n][2 * half], sum[n][2 * half + 1]);
     }
 }
 
-// The queries for latents, of the unrotated part of each head of q.
-extern "C" __global__ void __launch_bounds__(HEADS_WARPS * 32)
-multiply_keys(bf16* y, const bf16* x, const bf16* w, HeadsShape shape) { multiply_heads<UNROTATED, RANK>(y, x, w, shape); }
+// Blocks for many rows, and for up to 16: these have all of k at once.
+#define MULTIPLY_MANY(K, N) multiply_heads<K, N, 4, 64, 2>(y, x, w, shape)
+#define MULTIPLY_FEW(K, N) multiply_heads<K, N, 1, 32, K / STAGE_NUMBERS>(y, x, w, shape)
+
+// The queries for latents, of the unrotated part of each head of q. The last blocks of each head rotate its other part.
+#define MULTIPLY_KEYS(NAME, MULTIPLY, ROWS, COLUMNS)                                                                      \
+    extern "C" __global__ void __launch_bounds__(HEADS_THREADS)                                                           \
+    NAME(bf16* y, const bf16* x, const bf16* w, HeadsShape shape, Turned turned) {                                        \
+        next_may_come();                                                                                                  \
+        if (blockIdx.x < RANK / COLUMNS) {                                                                                \
+            MULTIPLY(UNROTATED, RANK);                                                                                    \
+            return;                                                                                                       \
+        }                                                                                                                 \
+        wait_for_last();                                                                                                  \
+        for (u32 nth = threadIdx.x; nth < ROWS * ROTATED / 2; nth += HEADS_THREADS) {                                     \
+            u32 row = blockIdx.y * ROWS + nth / (ROTATED / 2);                                                            \
+            if (row < shape.n_rows) turn_head(turned, x, row, blockIdx.z, nth % (ROTATED / 2));                           \
+        }                                                                                                                 \
+    }
+MULTIPLY_KEYS(multiply_keys, MULTIPLY_MANY, 64, 64)
+MULTIPLY_KEYS(multiply_keys_few, MULTIPLY_FEW, 16, 32)
 
 // The output of each head, of its sum of latents.
-extern "C" __global__ void __launch_bounds__(HEADS_WARPS * 32)
-multiply_values(bf16* y, const bf16* x, const bf16* w, HeadsShape shape) { multiply_heads<RANK, VALUE>(y, x, w, shape); }
+#define MULTIPLY_VALUES(NAME, MULTIPLY)                                                                                   \
+    extern "C" __global__ void __launch_bounds__(HEADS_THREADS)                                                           \
+    NAME(bf16* y, const bf16* x, const bf16* w, HeadsShape shape) {                                                       \
+        next_may_come();                                                                                                  \
+        MULTIPLY(RANK, VALUE);                                                                                            \
+    }
+MULTIPLY_VALUES(multiply_values, MULTIPLY_MANY)
+MULTIPLY_VALUES(multiply_values_few, MULTIPLY_FEW)

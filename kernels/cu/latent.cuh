@@ -20,6 +20,7 @@ struct LatentShape {
     u32 n_blocks;        // the number of KV blocks
     u32 chunk_tokens;    // tokens for one block of threads
     u32 rows_of_table;   // consecutive rows that share a table
+    u32 last_is_new;     // only a sequence's last page was written since the step began
     float scale;
 };
 
@@ -36,7 +37,7 @@ __device__ __forceinline__ void attend_latents(bf16* out, float* parts, float2* 
     constexpr u32 TILE = TILE_TOKENS * LATENT * 2, LOADED = TILE_TOKENS * LATENT * sizeof(Kv);
     constexpr u32 TILES = ROWS * LATENT * 2, LOADS = TILES + (IS_NARROW ? TILE : 0), SCORES = LOADS + 2 * LOADED;
     extern __shared__ __align__(16) unsigned char memory[];
-    in_turn();
+    next_may_come();
     u32 q_at = shared_address(memory), loads_at = q_at + LOADS;
     float* scores = reinterpret_cast<float*>(memory + SCORES);
     u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -74,11 +75,16 @@ __device__ __forceinline__ void attend_latents(bf16* out, float* parts, float2* 
             *reinterpret_cast<Eight*>(memory + TILES + latent_place(nth / TILE_CHUNKS, nth % TILE_CHUNKS)) = eight;
         }
     };
+    // Queries and the new pages are written by kernels before. Old pages are read while the last of these ends.
+    bool is_old = shape.last_is_new && from + TILE_TOKENS <= (end - 1) / BLOCK_TOKENS * BLOCK_TOKENS;
+    if (is_old) load(loads_at, from);
+    wait_for_last();
     for (u32 nth = threadIdx.x; nth < ROWS * TILE_CHUNKS; nth += THREADS) {
         u32 row = nth / TILE_CHUNKS, chunk = nth % TILE_CHUNKS;
         copy16(q_at + latent_place(row, chunk), q + (first_row + row) * LATENT + chunk * 8, first + row < n_rows);
     }
-    load(loads_at, from);
+    if (is_old) copies_committed();
+    else load(loads_at, from);
 
     // A lane keeps rows g and g + 8 of its group.
     float output[DIMS / 8][4] = {};

@@ -31,6 +31,7 @@ __device__ __forceinline__ void copy16(u32 to, const void* from, bool wanted) {
 __device__ __forceinline__ void copy4(u32 to, const void* from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from));
 }
+__device__ __forceinline__ void put4(u32 to, u32 word) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(word) : "memory"); }
 __device__ __forceinline__ void copies_committed() { asm volatile("cp.async.commit_group;"); }
 template <u32 N>
 __device__ __forceinline__ void copies_landed_but() { asm volatile("cp.async.wait_group %0;" ::"n"(N)); }

@@ -33,7 +33,7 @@ pub(crate) fn all(card: &ComputeCard, verdicts: &mut Verdicts, extent: Extent) -
         chunks(card, verdicts, &scene, lengths)?;
         chunks(card, verdicts, &scene, &n_new)?;
         rows_do_not_depend_on_others(card, verdicts, &scene)?;
-        for n_rows in [1, 70].into_iter().filter(|_| number == KvNumber::Bf16) {
+        for n_rows in [1, 16, 70].into_iter().filter(|_| number == KvNumber::Bf16) {
             products(card, verdicts, n_heads, n_rows)?;
         }
     }
@@ -133,6 +133,7 @@ fn decoded(
         lengths: lengths.view(),
         length_max,
         rows_of_table,
+        last_is_new: rows_of_table == 1,
         chunk_tokens,
     };
     card.attend_latents(attention, rows)?;

@@ -87,7 +87,7 @@ impl Decoder {
         place: LayerPlace,
         queries: QueryRows,
     ) -> Result<(), CudaError> {
-        let QueryRows { rows, tables, rows_of_table, length_max, chunk_tokens, .. } = queries;
+        let QueryRows { rows, tables, rows_of_table, last_is_new, length_max, chunk_tokens } = queries;
         let n_heads = self.n_q_heads();
         let scale = self.scale();
         let Workspace { latent: space, parts, part_sums, words, .. } = &mut *pass.space;
@@ -111,6 +111,7 @@ impl Decoder {
                 lengths: words.slice(lengths + rows.start..lengths + rows.end),
                 length_max,
                 rows_of_table,
+                last_is_new,
                 chunk_tokens,
             },
         )

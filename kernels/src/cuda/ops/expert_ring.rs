@@ -77,7 +77,7 @@ impl ComputeCard {
         launch!(self, kernel, self.ring_grid(), &y, &of_w, &x, &rows, &shape)
     }
 
-    /// Multiplies rows in FP8.
+    /// Multiplies rows in FP8 by the first matrix, or rounds rows and multiplies them by the second one.
     pub(super) fn multiply_fp8_in_ring(
         &self,
         product: &ExpertProduct<'_>,
@@ -94,21 +94,18 @@ impl ComputeCard {
             (ExpertPart::Summed, Fp8Scales::OfBlocks) => SUMMED_BLOCKS,
         };
         let (width, address) = (Fp8Rows::width(k), w.numbers.address());
-        let (of_w, n_x, x_scales) = match part {
+        let (of_w, x_apart, x_scales) = match part {
             ExpertPart::Gated => {
                 let of_w = TensorMap::of_fp8_units(units(product, address, width, space), TILE_UNITS)?;
-                (of_w, n_rows, &quantized.x_scales)
+                (of_w, QuantizedRows::scales_apart(n_rows), quantized.x_scales.view().address())
             }
-            ExpertPart::Summed => {
-                let of_w = TensorMap::of_fp8(address, w.n_rows(k), width, TILE_ROWS)?;
-                (of_w, n_rows * space.sizes.n_choices(), &quantized.scales)
-            }
+            ExpertPart::Summed => (TensorMap::of_fp8(address, w.n_rows(k), width, TILE_ROWS)?, 0, 0),
         };
         let shape = RingFp8Shape {
             of: UnitsShape::of(kernel, [n, width], space)?,
-            x_apart: number(kernel, QuantizedRows::scales_apart(n_x))?,
+            x_apart: number(kernel, x_apart)?,
             w_scales: w.scales.address(),
-            x_scales: x_scales.view().address(),
+            x_scales,
         };
         launch!(self, kernel, self.ring_grid(), &y, &of_w, &x, &space.expert_rows(), &shape)
     }

@@ -142,33 +142,32 @@ impl ComputeCard {
         )
     }
 
-    /// Rounds the rows between both products, if rows are rounded. Returns the address of the rows that enter the second
-    /// product.
+    /// Rounds the rows between both products, if rows are rounded. The second product of `experts_ring_fp8.cu` does it itself.
+    /// Returns the address of the rows that enter the second product.
     pub(super) fn round_gated(
         &self,
         form: ExpertsForm,
         space: &mut ExpertSpace,
         n_rows: usize,
     ) -> Result<u64, CudaError> {
-        let has_fp8_ring = self.has_fp8_ring(space);
+        if form == ExpertsForm::Units && self.has_fp8_ring(space) {
+            return Ok(space.gated.view().address());
+        }
         let ExpertSpace { sizes, gated, quantized, .. } = space;
         let (width, address, n_choices) =
             (sizes.width, gated.view_mut().address(), n_rows * sizes.n_choices());
         match (form, quantized) {
             (ExpertsForm::Units, None) => Ok(address),
             // The order within 64 numbers does not matter for the scales of 128.
-            (ExpertsForm::Units, Some(_)) if !has_fp8_ring => {
+            (ExpertsForm::Units, Some(_)) => {
                 let kernel = "round_rows";
                 let config = self.rounding_grid(n_choices, width);
                 let (n_choices, k) = (number(kernel, n_choices)?, number(kernel, width)?);
                 launch!(self, kernel, config, &address, &address, &n_choices, &k)?;
                 Ok(address)
             }
-            (_, Some(QuantizedSpace { gated: numbers, scales, .. })) => {
-                let n_places = match form {
-                    ExpertsForm::Units => n_choices,
-                    ExpertsForm::Tiles => sizes.n_places(n_rows),
-                };
+            (ExpertsForm::Tiles, Some(QuantizedSpace { gated: numbers, scales, .. })) => {
+                let n_places = sizes.n_places(n_rows);
                 let to = numbers.view_mut().slice(0..n_places * Fp8Rows::width(width));
                 let scales = scales.view_mut().slice(0..QuantizedRows::n_scales(n_places, width));
                 self.quantize_rows(to, scales, gated.slice(0..n_places * width), width)?;

@@ -20,7 +20,6 @@ pub const LATENT_VALUE: usize = 128;
 
 const WRITE_THREADS: u32 = 256;
 const HEADS_THREADS: u32 = 128;
-const HEADS_TILE: usize = 64;
 const MERGE_THREADS: u32 = LATENT_RANK as u32 / 4;
 /// The number of tokens of a tile of latents, and between two rows of scores, as in `latent.cuh`.
 const TILE_TOKENS: usize = 32;
@@ -114,6 +113,32 @@ struct HeadsShape {
     y_head: u32,
 }
 
+/// The kernels for products of heads: a block of threads multiplies some rows of x by some of the matrix.
+struct HeadsForm {
+    keys: &'static str,
+    values: &'static str,
+    n_rows: usize,
+    n_columns: usize,
+}
+
+const FEW_HEADS: HeadsForm =
+    HeadsForm { keys: "multiply_keys_few", values: "multiply_values_few", n_rows: 16, n_columns: 32 };
+const MANY_HEADS: HeadsForm =
+    HeadsForm { keys: "multiply_keys", values: "multiply_values", n_rows: 64, n_columns: 64 };
+
+impl HeadsForm {
+    fn of(n_rows: usize) -> Self {
+        if n_rows <= FEW_HEADS.n_rows { FEW_HEADS } else { MANY_HEADS }
+    }
+
+    /// Returns the grid of a product with `n` rows of each head's matrix, with `more` blocks for each head.
+    fn grid(&self, n: usize, more: usize, n_rows: usize, n_heads: usize) -> Result<Grid, CudaError> {
+        let n_tiles = n_rows.div_ceil(self.n_rows);
+        ensure(self.keys, n_tiles.max(n_heads) <= GRID_SIDE_MAX, "too many rows or heads")?;
+        Ok(Grid::of((n / self.n_columns + more, n_tiles, n_heads), HEADS_THREADS, 0))
+    }
+}
+
 /// The heads of q of some rows, which have a position each.
 struct QHeads<'a> {
     q: View<'a, Bf16>,
@@ -131,7 +156,10 @@ struct RotatedParts {
 }
 
 #[repr(C)]
-struct TurnShape {
+struct Turned {
+    rotated: u64,
+    positions: u64,
+    turns: u64,
     q_row: u32,
     row: u32,
     head: u32,
@@ -146,6 +174,7 @@ struct LatentShape {
     n_blocks: u32,
     chunk_tokens: u32,
     rows_of_table: u32,
+    last_is_new: u32,
     scale: f32,
 }
 
@@ -199,6 +228,7 @@ pub struct LatentRows<'a> {
     pub lengths: View<'a, u32>,
     pub length_max: usize,
     pub rows_of_table: usize,
+    pub last_is_new: bool,
     pub chunk_tokens: usize,
 }
 
@@ -259,7 +289,8 @@ impl ComputeCard {
 
     /// Makes queries for latents of heads of q: multiplies the unrotated part by the head's keys, and rotates the other.
     pub fn make_queries(&self, queries: LatentQueries<'_>) -> Result<(), CudaError> {
-        let kernel = "turn_queries";
+        let form = HeadsForm::of(queries.positions.len());
+        let kernel = form.keys;
         let LatentQueries { out, q, stride, n_heads, positions, turns, keys } = queries;
         self.check_places(kernel, &[&out, &q, &turns, &keys], &[&positions])?;
         let n_rows = rows_of(kernel, out.len(), n_heads * LATENT_WIDTH)?;
@@ -268,7 +299,8 @@ impl ComputeCard {
         ensure(kernel, is_whole, "keys of another size than that of all heads")?;
         let heads = QHeads { q, stride, n_heads, positions, turns };
         let address = out.address() + (LATENT_RANK * size_of::<Bf16>()) as u64;
-        self.turn(heads, RotatedParts { address, row: n_heads * LATENT_WIDTH, head: LATENT_WIDTH })?;
+        let to = RotatedParts { address, row: n_heads * LATENT_WIDTH, head: LATENT_WIDTH };
+        let turned = heads.turned(kernel, to)?;
         if n_rows == 0 {
             return Ok(());
         }
@@ -279,49 +311,22 @@ impl ComputeCard {
             y_row: number(kernel, n_heads * LATENT_WIDTH)?,
             y_head: LATENT_WIDTH as u32,
         };
-        let kernel = "multiply_keys";
-        let config = heads_grid(kernel, LATENT_RANK, n_rows, n_heads)?;
-        launch!(self, kernel, config, &out.address(), &q.address(), &keys.address(), &shape)
+        let config = form.grid(LATENT_RANK, 1, n_rows, n_heads)?;
+        launch!(self, kernel, config, &out.address(), &q.address(), &keys.address(), &shape, &turned)
     }
 
     /// Rotates the rotated part of each head of q in its place.
     pub fn turn_heads(&self, heads: TurnedHeads<'_>) -> Result<(), CudaError> {
+        let kernel = "turn_queries";
         let TurnedHeads { q, stride, n_heads, positions, turns } = heads;
-        self.check_places("turn_queries", &[&q, &turns], &[&positions])?;
+        self.check_places(kernel, &[&q, &turns], &[&positions])?;
         let address = q.address() + (LATENT_UNROTATED * size_of::<Bf16>()) as u64;
         let heads = QHeads { q: q.view(), stride, n_heads, positions, turns };
-        self.turn(heads, RotatedParts { address, row: stride, head: LATENT_Q_HEAD })
-    }
-
-    /// Rotates the rotated part of each head of q, and writes it to `to`.
-    fn turn(&self, heads: QHeads<'_>, to: RotatedParts) -> Result<(), CudaError> {
-        let kernel = "turn_queries";
-        let QHeads { q, stride, n_heads, positions, turns } = heads;
-        let (n_rows, width) = (positions.len(), n_heads * LATENT_Q_HEAD);
-        let is_wide = stride >= width && stride.is_multiple_of(8);
-        ensure(kernel, is_wide, "rows of q that overlap, or are not aligned to 16 bytes")?;
-        let needed = if n_rows == 0 { 0 } else { (n_rows - 1) * stride + width };
-        ensure(kernel, q.len() >= needed, "fewer rows of q than queries")?;
-        if n_rows == 0 {
+        let turned = heads.turned(kernel, RotatedParts { address, row: stride, head: LATENT_Q_HEAD })?;
+        if positions.is_empty() {
             return Ok(());
         }
-        let shape = TurnShape {
-            q_row: number(kernel, stride)?,
-            row: number(kernel, to.row)?,
-            head: number(kernel, to.head)?,
-            n_heads: number(kernel, n_heads)?,
-            n_positions: number(kernel, rows_of(kernel, turns.len(), LATENT_ROTATED / 2)?)?,
-        };
-        launch!(
-            self,
-            kernel,
-            grid(n_rows, 1, WRITE_THREADS),
-            &to.address,
-            &q.address(),
-            &positions.address(),
-            &turns.address(),
-            &shape
-        )
+        launch!(self, kernel, grid(positions.len(), 1, WRITE_THREADS), &q.address(), &turned)
     }
 
     /// Multiplies each head's sum of latents by the head's values: `n_heads` times [`LATENT_VALUE`] numbers for each
@@ -332,10 +337,11 @@ impl ComputeCard {
         sums: View<'_, Bf16>,
         values: View<'_, Bf16>,
     ) -> Result<(), CudaError> {
-        let kernel = "multiply_values";
+        let n_heads = rows_of("multiply_values", values.len(), LATENT_VALUE * LATENT_RANK)?;
+        let n_rows = rows_of("multiply_values", out.len(), n_heads * LATENT_VALUE)?;
+        let form = HeadsForm::of(n_rows);
+        let kernel = form.values;
         self.check_places(kernel, &[&out, &sums, &values], &[])?;
-        let n_heads = rows_of(kernel, values.len(), LATENT_VALUE * LATENT_RANK)?;
-        let n_rows = rows_of(kernel, out.len(), n_heads * LATENT_VALUE)?;
         ensure(
             kernel,
             sums.len() == n_rows * n_heads * LATENT_RANK,
@@ -351,7 +357,7 @@ impl ComputeCard {
             y_row: number(kernel, n_heads * LATENT_VALUE)?,
             y_head: LATENT_VALUE as u32,
         };
-        let config = heads_grid(kernel, LATENT_VALUE, n_rows, n_heads)?;
+        let config = form.grid(LATENT_VALUE, 0, n_rows, n_heads)?;
         launch!(self, kernel, config, &out.address(), &sums.address(), &values.address(), &shape)
     }
 
@@ -370,7 +376,8 @@ impl ComputeCard {
         attention: LatentAttention<'_>,
         rows: LatentRows<'_>,
     ) -> Result<(), CudaError> {
-        let LatentRows { parts, part_sums, lengths, length_max, rows_of_table, chunk_tokens } = rows;
+        let LatentRows { parts, part_sums, lengths, length_max, rows_of_table, last_is_new, chunk_tokens } =
+            rows;
         let form = self.latent_form(attention.n_heads);
         let kernel = form.kernel(attention.number);
         let n_rows = attention.check(self, kernel)?;
@@ -395,6 +402,7 @@ impl ComputeCard {
             return Ok(());
         }
         let shape = attention.shape(kernel, table_stride, chunk_tokens, rows_of_table)?;
+        let shape = LatentShape { last_is_new: u32::from(last_is_new), ..shape };
         let blocks = (n_chunks, attention.n_heads.div_ceil(form.n_queries), n_rows);
         let config = Grid::of(blocks, form.threads, form.shared_bytes());
         let of_rows = [parts.address(), part_sums.address(), lengths.address(), 0];
@@ -496,15 +504,32 @@ impl LatentAttention<'_> {
             n_blocks: number(kernel, self.n_blocks)?,
             chunk_tokens: number(kernel, chunk_tokens)?,
             rows_of_table: number(kernel, rows_of_table)?,
+            last_is_new: 0,
             scale: self.scale,
         })
     }
 }
 
-fn heads_grid(kernel: &'static str, n: usize, n_rows: usize, n_heads: usize) -> Result<Grid, CudaError> {
-    let n_tiles = n_rows.div_ceil(HEADS_TILE);
-    ensure(kernel, n_tiles.max(n_heads) <= GRID_SIDE_MAX, "too many rows or heads")?;
-    Ok(Grid::of((n / HEADS_TILE, n_tiles, n_heads), HEADS_THREADS, 0))
+impl QHeads<'_> {
+    /// Returns the arguments of kernels that rotate the rotated part of each head and write it to `to`.
+    fn turned(&self, kernel: &'static str, to: RotatedParts) -> Result<Turned, CudaError> {
+        let Self { q, stride, n_heads, positions, turns } = self;
+        let (n_rows, width) = (positions.len(), n_heads * LATENT_Q_HEAD);
+        let is_wide = *stride >= width && stride.is_multiple_of(8);
+        ensure(kernel, is_wide, "rows of q that overlap, or are not aligned to 16 bytes")?;
+        let needed = if n_rows == 0 { 0 } else { (n_rows - 1) * stride + width };
+        ensure(kernel, q.len() >= needed, "fewer rows of q than queries")?;
+        Ok(Turned {
+            rotated: to.address,
+            positions: positions.address(),
+            turns: turns.address(),
+            q_row: number(kernel, *stride)?,
+            row: number(kernel, to.row)?,
+            head: number(kernel, to.head)?,
+            n_heads: number(kernel, *n_heads)?,
+            n_positions: number(kernel, rows_of(kernel, turns.len(), LATENT_ROTATED / 2)?)?,
+        })
+    }
 }
 
 /// Returns the dynamic shared memory of a kernel in this file.
