@@ -164,8 +164,11 @@ async fn a_node_with_another_tokenizer_is_refused() {
         ("BATON_REGISTRY__URL", format!("embedded://{grpc}")),
         ("BATON_MODEL__PATH", other.display().to_string()),
     ];
+    // A node that announces itself before the router listens warns.
+    for port in [http, grpc] {
+        eventually("the router to listen", async || std::net::TcpStream::connect(port).ok()).await;
+    }
     let _node = Process::start(folder.path(), "node", "both", node);
-    eventually("the router to listen", async || std::net::TcpStream::connect(http).ok()).await;
     let client = Client::new(http);
     let refused = eventually("the node to be refused", async || {
         let cluster = client.get_json("/debug/cluster").await;
