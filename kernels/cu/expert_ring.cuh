@@ -105,7 +105,9 @@ __device__ __forceinline__ void bring_w(const Ring& ring, const TensorMap& of_w,
     } while (task.next(rows, n_tiles));
 }
 
+// The number of threads of copy_x that arrive at each stage.
 constexpr u32 COPY_ARRIVALS = X_WARPS * 32;
+
 // Copies the rows of x: four warps call this, because one waits too long for each stage. A thread copies 16 bytes of every
 // 16th row.
 template <typename Units, typename Factors>

@@ -124,33 +124,32 @@ __device__ __forceinline__ void write(bf16* normed_q, Kv* pages, const bf16* row
 WRITE_LATENTS(write_latents, bf16)
 WRITE_LATENTS(write_latents_fp8, f8)
 
-// Numbers between two rows of q, and between two rows, and two heads of a row, of rotated numbers.
-struct TurnShape { u32 q_row, row, head, n_heads, n_positions; };
+// q_row: numbers between two rows of q. row, head: numbers between two rows, and two heads of a row, of rotated numbers.
 struct Turned {
     bf16* rotated;
     const u32* positions;
     const float2* turns;
-    TurnShape shape;
+    u32 q_row, row, head, n_heads, n_positions;
 };
 static_assert(sizeof(Turned) == 48, "as in ops/latent.rs");
 
 // Rotates the rotated part of a head of q, and writes it elsewhere, or to the same place.
 __device__ __forceinline__ void turn_head(const Turned& to, const bf16* q, u32 row, u32 head, u32 pair) {
-    const bf16* from = q + (u64)row * to.shape.q_row + head * Q_HEAD + UNROTATED;
-    turn_pair(to.rotated + (u64)row * to.shape.row + head * to.shape.head, from, pair, turn_of(to.turns, to.positions[row], pair, to.shape.n_positions));
+    const bf16* from = q + (u64)row * to.q_row + head * Q_HEAD + UNROTATED;
+    turn_pair(to.rotated + (u64)row * to.row + head * to.head, from, pair, turn_of(to.turns, to.positions[row], pair, to.n_positions));
 }
 
 extern "C" __global__ void __launch_bounds__(WRITE_THREADS)
 turn_queries(const bf16* q, Turned to) {
     in_turn();
-    for (u32 nth = threadIdx.x; nth < to.shape.n_heads * ROTATED / 2; nth += WRITE_THREADS)
+    for (u32 nth = threadIdx.x; nth < to.n_heads * ROTATED / 2; nth += WRITE_THREADS)
         turn_head(to, q, blockIdx.x, nth / (ROTATED / 2), nth % (ROTATED / 2));
 }
 
 // === Products of each head with a matrix of its own ===
 
 // A block of threads multiplies rows of one head by rows of the head's matrix. Each warp has 16 rows of x. A stage has 64 numbers
-// of each row. The first stages of w are loaded while the previous kernel ends, which writes x.
+// of each row. The previous kernel writes x, but not w. So a block loads the first stages of w before that kernel has ended.
 constexpr u32 HEADS_WARPS = 4, HEADS_THREADS = HEADS_WARPS * 32, STAGE_NUMBERS = 64, STAGE_CHUNKS = STAGE_NUMBERS / 8;
 __device__ __forceinline__ u32 heads_place(u32 row, u32 chunk) { return (row * STAGE_CHUNKS + (chunk ^ row % 8)) * 16; }
 
@@ -226,11 +225,11 @@ __device__ __forceinline__ void multiply_heads(bf16* y, const bf16* x, const bf1
     }
 }
 
-// Blocks for many rows, and for up to 16: these have all of k at once.
+// Blocks for many rows have 64 of them. Blocks for up to 16 rows load all of k at once.
 #define MULTIPLY_MANY(K, N) multiply_heads<K, N, 4, 64, 2>(y, x, w, shape)
 #define MULTIPLY_FEW(K, N) multiply_heads<K, N, 1, 32, K / STAGE_NUMBERS>(y, x, w, shape)
 
-// The queries for latents, of the unrotated part of each head of q. The last blocks of each head rotate its other part.
+// The queries for latents, of the unrotated part of each head of q. The last block of each tile of rows and head rotates the other part.
 #define MULTIPLY_KEYS(NAME, MULTIPLY, ROWS, COLUMNS)                                                                      \
     extern "C" __global__ void __launch_bounds__(HEADS_THREADS)                                                           \
     NAME(bf16* y, const bf16* x, const bf16* w, HeadsShape shape, Turned turned) {                                        \

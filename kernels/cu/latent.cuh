@@ -75,7 +75,7 @@ __device__ __forceinline__ void attend_latents(bf16* out, float* parts, float2* 
             *reinterpret_cast<Eight*>(memory + TILES + latent_place(nth / TILE_CHUNKS, nth % TILE_CHUNKS)) = eight;
         }
     };
-    // Queries and the new pages are written by kernels before. Old pages are read while the last of these ends.
+    // The kernels before this one write queries and the new pages. Old pages are loaded before the last of those kernels has ended.
     bool is_old = shape.last_is_new && from + TILE_TOKENS <= (end - 1) / BLOCK_TOKENS * BLOCK_TOKENS;
     if (is_old) load(loads_at, from);
     wait_for_last();

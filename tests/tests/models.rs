@@ -164,7 +164,7 @@ async fn a_node_with_another_tokenizer_is_refused() {
         ("BATON_REGISTRY__URL", format!("embedded://{grpc}")),
         ("BATON_MODEL__PATH", other.display().to_string()),
     ];
-    // A node that announces itself before the router listens warns.
+    // A node writes a warning if it announces itself before the router listens.
     for port in [http, grpc] {
         eventually("the router to listen", async || std::net::TcpStream::connect(port).ok()).await;
     }

@@ -131,11 +131,17 @@ impl HeadsForm {
         if n_rows <= FEW_HEADS.n_rows { FEW_HEADS } else { MANY_HEADS }
     }
 
-    /// Returns the grid of a product with `n` rows of each head's matrix, with `more` blocks for each head.
-    fn grid(&self, n: usize, more: usize, n_rows: usize, n_heads: usize) -> Result<Grid, CudaError> {
+    /// Returns a grid with `n_blocks` blocks of threads for each tile of rows and each head.
+    fn grid(
+        &self,
+        kernel: &'static str,
+        n_blocks: usize,
+        n_rows: usize,
+        n_heads: usize,
+    ) -> Result<Grid, CudaError> {
         let n_tiles = n_rows.div_ceil(self.n_rows);
-        ensure(self.keys, n_tiles.max(n_heads) <= GRID_SIDE_MAX, "too many rows or heads")?;
-        Ok(Grid::of((n / self.n_columns + more, n_tiles, n_heads), HEADS_THREADS, 0))
+        ensure(kernel, n_tiles.max(n_heads) <= GRID_SIDE_MAX, "too many rows or heads")?;
+        Ok(Grid::of((n_blocks, n_tiles, n_heads), HEADS_THREADS, 0))
     }
 }
 
@@ -311,7 +317,8 @@ impl ComputeCard {
             y_row: number(kernel, n_heads * LATENT_WIDTH)?,
             y_head: LATENT_WIDTH as u32,
         };
-        let config = form.grid(LATENT_RANK, 1, n_rows, n_heads)?;
+        // The last block rotates.
+        let config = form.grid(kernel, LATENT_RANK / form.n_columns + 1, n_rows, n_heads)?;
         launch!(self, kernel, config, &out.address(), &q.address(), &keys.address(), &shape, &turned)
     }
 
@@ -357,7 +364,7 @@ impl ComputeCard {
             y_row: number(kernel, n_heads * LATENT_VALUE)?,
             y_head: LATENT_VALUE as u32,
         };
-        let config = form.grid(LATENT_VALUE, 0, n_rows, n_heads)?;
+        let config = form.grid(kernel, LATENT_VALUE / form.n_columns, n_rows, n_heads)?;
         launch!(self, kernel, config, &out.address(), &sums.address(), &values.address(), &shape)
     }
 
