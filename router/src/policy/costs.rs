@@ -16,6 +16,21 @@ const UNKNOWN_TOKEN_MS: f64 = 1e-3;
 /// node's time is the longest that counts.
 const SLOWEST_NODE: f64 = 4.0;
 
+/// The difference up to which the costs of two nodes count as similar: predictions are not exact.
+const SIMILAR: f64 = 1.1;
+const SIMILAR_MS: f64 = 0.5;
+
+/// Returns the nodes whose costs are similar to the lowest, in their order.
+pub(super) fn similar<'a>(
+    nodes: impl Iterator<Item = &'a NodeView>,
+    cost: impl Fn(&NodeView) -> f64,
+) -> Vec<&'a NodeView> {
+    let nodes: Vec<(f64, &NodeView)> = nodes.map(|node| (cost(node), node)).collect();
+    let lowest = nodes.iter().map(|(cost, _)| *cost).fold(f64::INFINITY, f64::min);
+    let is_similar = |(cost, _): &(f64, &NodeView)| *cost <= lowest * SIMILAR + SIMILAR_MS;
+    nodes.into_iter().filter(is_similar).map(|(_, node)| node).collect()
+}
+
 /// Returns the predicted wait of a new prompt until the node begins to compute it. `token_ms` is the time of a token on
 /// a node whose speed is unknown: such a node predicts no wait for the prompts that it has.
 pub(crate) fn queue_ms(node: &NodeView, token_ms: f64) -> f64 {
@@ -37,7 +52,7 @@ pub(crate) fn step_ms(node: &NodeView) -> f64 {
     let load = &node.load;
     let coming = node.n_coming();
     let ms_per_stream = f64::from(load.step_ms) / f64::from(load.running + 1);
-    f64::from(load.step_ms) + f64::from(coming) * ms_per_stream + f64::from(load.running + coming) * 1e-3
+    f64::from(load.step_ms) + f64::from(coming) * ms_per_stream + f64::from(node.n_sequences()) * 1e-3
 }
 
 impl ClusterView {

@@ -2,9 +2,10 @@
 //! more stream.
 //!
 //! Loads come from the last status reports. Prompts that they do not include yet are added, so that not all prompts of
-//! a burst go to the node that was idle at its beginning.
+//! a burst go to the node that was idle at its beginning. Idle nodes with similar predictions count as equal: equal
+//! GPUs learn slightly different times, and at low load one of them would get all prompts.
 
-use super::costs::{queue_ms, step_ms};
+use super::costs::{queue_ms, similar, step_ms};
 use super::{Ask, ClusterView, Decision, NoRoute, NodeView, RoutingPolicy, pair};
 
 #[derive(Debug)]
@@ -23,15 +24,17 @@ impl RoutingPolicy for LeastLoaded {
     }
 }
 
-/// Returns the node with the lowest cost. The random draw decides among equal nodes.
+/// Returns the node with the lowest cost. The random draw decides among equal nodes. Idle nodes with similar costs are
+/// equal.
 fn least<'a>(
     nodes: impl Iterator<Item = &'a NodeView>,
     cost: impl Fn(&NodeView) -> f64,
     draw: u64,
 ) -> Option<&'a NodeView> {
-    let nodes: Vec<(f64, &NodeView)> = nodes.map(|node| (cost(node), node)).collect();
-    let lowest = nodes.iter().map(|(cost, _)| *cost).fold(f64::INFINITY, f64::min);
-    let cheapest: Vec<&NodeView> =
-        nodes.iter().filter(|(cost, _)| *cost <= lowest).map(|(_, node)| *node).collect();
-    cheapest.get((draw % cheapest.len().max(1) as u64) as usize).copied()
+    let similar = similar(nodes, &cost);
+    let lowest = similar.iter().copied().min_by(|a, b| cost(a).total_cmp(&cost(b)))?;
+    let is_equal =
+        |node: &&NodeView| cost(node) <= cost(lowest) || node.n_sequences() + lowest.n_sequences() == 0;
+    let equal: Vec<&NodeView> = similar.into_iter().filter(is_equal).collect();
+    equal.get((draw % equal.len() as u64) as usize).copied()
 }

@@ -138,6 +138,11 @@ impl NodeView {
         self.load.waiting + self.load.arriving + self.assigned
     }
 
+    /// Returns the number of sequences that the node has, and of those on their way to it.
+    fn n_sequences(&self) -> u32 {
+        self.load.running + self.n_coming()
+    }
+
     fn has_room(&self, prompt: &Prompt) -> bool {
         let needed = self.info.model.layout.blocks_of_all_groups(prompt.tokens.len() + 1);
         self.load.waiting == 0 && self.load.blocks.available() as usize >= needed

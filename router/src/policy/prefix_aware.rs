@@ -7,7 +7,7 @@
 
 use std::cmp::Reverse;
 
-use super::costs::{compute_ms, queue_ms, step_ms};
+use super::costs::{compute_ms, queue_ms, similar, step_ms};
 use super::{Ask, ClusterView, Decision, NoRoute, NodeView, RoutingPolicy, pair};
 
 /// The time to move a token's KV to a decode node, as a share of the time to compute it.
@@ -15,10 +15,6 @@ const MOVE_SHARE: f64 = 0.1;
 
 /// The number of steps of a decode node that count against what has to be moved to it: an answer has many.
 const STEPS: f64 = 8.0;
-
-/// The difference up to which costs count as similar: predictions are not exact.
-const SIMILAR: f64 = 1.1;
-const SIMILAR_MS: f64 = 0.5;
 
 #[derive(Debug)]
 pub(super) struct PrefixAware;
@@ -49,12 +45,9 @@ fn nearest<'a>(
     cost: impl Fn(&NodeView) -> f64,
     draw: u64,
 ) -> Option<&'a NodeView> {
-    let nodes: Vec<(f64, &NodeView)> = nodes.map(|node| (cost(node), node)).collect();
-    let lowest = nodes.iter().map(|(cost, _)| *cost).fold(f64::INFINITY, f64::min);
-    let similar = nodes.iter().filter(|(cost, _)| *cost <= lowest * SIMILAR + SIMILAR_MS);
     let rank = |node: &NodeView| (Reverse(node.cached_tokens), node.last_turn);
     let mut best: Vec<&NodeView> = Vec::new();
-    for (_, node) in similar {
+    for node in similar(nodes, cost) {
         match best.first().map(|first| rank(node).cmp(&rank(first))) {
             Some(std::cmp::Ordering::Greater) => {}
             Some(std::cmp::Ordering::Equal) => best.push(node),

@@ -163,6 +163,24 @@ fn least_loaded_prefers_the_short_queue_and_the_short_step() {
     assert_eq!(ids(&routed("least-loaded", &prompt(9), &view, 5).expect("usable")), (Some("p0"), "d1"));
 }
 
+/// Equal GPUs learn slightly different times. At low load, all of them get prompts.
+#[test]
+fn least_loaded_takes_idle_nodes_with_similar_times_alike() {
+    let mut view = two_and_two();
+    view.nodes[1].load.queue_ms = 0.3;
+    view.nodes[3].load.step_ms = 5.4;
+    let draws = (0..64u64).map(|n| n.wrapping_mul(0x9e37_79b9_7f4a_7c15));
+    let routes: Vec<Route> =
+        draws.map(|draw| routed("least-loaded", &prompt(9), &view, draw).expect("usable")).collect();
+    let pairs: std::collections::BTreeSet<_> = routes.iter().map(ids).collect();
+    assert_eq!(pairs.len(), 4);
+    // The time decides between a node with a sequence and an idle one.
+    view.nodes[3].load.running = 1;
+    for draw in 0..8 {
+        assert_eq!(ids(&routed("least-loaded", &prompt(9), &view, draw << 32).expect("usable")).1, "d0");
+    }
+}
+
 #[test]
 fn a_burst_of_unlike_prompts_spreads_over_idle_nodes() {
     let mut view = two_and_two();
