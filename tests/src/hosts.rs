@@ -32,6 +32,7 @@ pub fn command_on(namespace: &str, program: impl AsRef<OsStr>) -> Command {
 impl Hosts {
     /// Creates one host for each name; all reach each other.
     pub fn new(names: &[&str]) -> Self {
+        remove_hosts_of_ended_processes();
         let names: Vec<String> = names.iter().map(|name| (*name).to_owned()).collect();
         let hosts = Self { prefix: format!("b{}", std::process::id()), names };
         let switch = hosts.switch();
@@ -220,6 +221,24 @@ impl Drop for Hosts {
         let namespaces = (0..self.names.len()).map(|idx| self.namespace(idx));
         for namespace in namespaces.chain([self.switch()]) {
             let _ = Command::new("ip").args(["netns", "del", &namespace]).output();
+        }
+    }
+}
+
+/// Removes what tests have left that were killed: their links have the addresses of every test's hosts.
+fn remove_hosts_of_ended_processes() {
+    let output = Command::new("ip").args(["netns", "list"]).output().expect("ip runs");
+    let namespaces = String::from_utf8_lossy(&output.stdout).into_owned();
+    for namespace in namespaces.lines().filter_map(|line| line.split(' ').next()) {
+        let Some((prefix, pid)) = namespace
+            .split_once('-')
+            .and_then(|(prefix, _)| Some((prefix, prefix.strip_prefix('b')?.parse::<u32>().ok()?)))
+        else {
+            continue;
+        };
+        if !Path::new(&format!("/proc/{pid}")).exists() {
+            let _ = Command::new("ip").args(["link", "del", prefix]).output();
+            let _ = Command::new("ip").args(["netns", "del", namespace]).output();
         }
     }
 }
