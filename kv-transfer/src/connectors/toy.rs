@@ -246,7 +246,9 @@ async fn kv_goes_over_the_new_wire_and_arrives_equal() {
     pair.transfer(n_tokens, 1).await;
     let layout = pair.decode.parts.memory.layout();
     let kv_bytes: usize = layout.group_indices().map(|group| 4 * layout.block_bytes(group)).sum();
-    assert_eq!(BYTES_TAKEN.load(Ordering::Relaxed) - before, kv_bytes as u64);
+    // Other tests of this process may send KV meanwhile.
+    let taken = BYTES_TAKEN.load(Ordering::Relaxed) - before;
+    assert!(taken >= kv_bytes as u64, "{taken} bytes of {kv_bytes}");
     pair.at_baseline().await;
     pair.ends().await;
 }

@@ -19,8 +19,8 @@ use crate::url::RegistryUrl;
 use crate::watch::Feed as _;
 use crate::{AnnouncementState, MembershipEvent, MemoryRegistry, Registry, RegistryParts};
 
-/// The shortest lease that works on a loaded machine.
-const TTL: Duration = Duration::from_secs(1);
+/// The shortest lease that works on a machine that may stop this process for two seconds.
+const TTL: Duration = Duration::from_secs(3);
 
 /// The parts of a router that serve the registry.
 #[derive(Debug)]
