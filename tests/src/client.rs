@@ -97,11 +97,16 @@ impl Client {
     }
 
     pub async fn get(&self, path: &str) -> (StatusCode, String) {
+        self.try_get(path).await.expect("an answer")
+    }
+
+    /// Fetches a page. The connection may break.
+    pub async fn try_get(&self, path: &str) -> Result<(StatusCode, String), hyper::Error> {
         let request = Request::get(path).header("host", "test").body(Full::default()).expect("a request");
-        let (response, _connection) = self.send(request).await.expect("an answer");
+        let (response, _connection) = self.send(request).await?;
         let status = response.status();
-        let body = in_time("a page", response.into_body().collect()).await.expect("a body").to_bytes();
-        (status, String::from_utf8_lossy(&body).into_owned())
+        let body = in_time("a page", response.into_body().collect()).await?.to_bytes();
+        Ok((status, String::from_utf8_lossy(&body).into_owned()))
     }
 
     /// Returns the value of a counter on the metrics page; 0 while it is absent. `name` includes its labels.

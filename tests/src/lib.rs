@@ -16,6 +16,7 @@ pub mod check;
 pub mod calls;
 pub mod flood;
 pub mod probe;
+pub mod stopwatch;
 pub mod browser;
 pub mod sim;
 
@@ -26,6 +27,7 @@ pub use executable::python;
 pub use fleet::Fleet;
 pub use ports::free_addr;
 pub use process::Process;
+pub use stopwatch::Stopwatch;
 pub use up::{Node, Up, undisturbed};
 pub use wire::Wire;
 

@@ -8,6 +8,7 @@ use baton_tests::process::processor_time;
 use baton_tests::{Ask, Client, eventually};
 use chassis::{Gate, Task, spawn_guarded};
 use futures::future::join_all;
+use tokio::sync::Semaphore;
 use tokio::time::{Instant, sleep};
 
 /// The number of tokens in a block of the mock, and a block's bytes.
@@ -71,8 +72,16 @@ async fn nodes_are_asked_in_order_and_once_there_is_room() {
     let client = fleet.client();
     let started = Instant::now();
     let begun = Mutex::new(Vec::new());
+    // Requests wait for their turns in order. After a moment in which the machine stood still, they do not all come at once.
+    let turns = Semaphore::new(0);
+    let give_turns = async {
+        for _ in 0..size.n_prompts {
+            turns.add_permits(1);
+            sleep(Duration::from_millis(3)).await;
+        }
+    };
     let one = async |nth: usize| {
-        sleep(Duration::from_millis(3) * nth as u32).await;
+        turns.acquire().await.expect("it stays open").forget();
         let is_urgent = nth >= size.n_prompts * 3 / 4;
         let ask = size.ask(nth).header("x-baton-priority", i8::from(is_urgent));
         let mut stream = client.stream(&ask).await.expect("every prompt is answered");
@@ -80,7 +89,8 @@ async fn nodes_are_asked_in_order_and_once_there_is_room() {
         while stream.next().await.expect("the stream goes on").is_some() {}
     };
     let longest = Duration::from_secs(20 + size.n_prompts as u64 / 4);
-    tokio::time::timeout(longest, join_all((0..size.n_prompts).map(one))).await.expect("all answers");
+    let all = async { tokio::join!(join_all((0..size.n_prompts).map(one)), give_turns) };
+    tokio::time::timeout(longest, all).await.expect("all answers");
     let attempts = client.counter("baton_router_attempts_total").await;
     assert!(attempts <= 2 * size.n_prompts as u64, "{attempts} attempts for {} prompts", size.n_prompts);
     let begun = begun.into_inner().expect("the lock");

@@ -116,8 +116,8 @@ async fn one_byte_a_second_at_every_port_delays_no_probe() {
 async fn a_head_of_one_byte_a_second_ends() {
     let settings = vec![("BATON_EXPERT__CONNECTIONS__HEAD_MS", "2000".to_owned())];
     let fleet = Fleet::start_each("mock", 1, 1, settings, |_| Vec::new()).await;
-    let mut slow = TcpStream::connect(fleet.http).await.expect("it listens");
     let began = Instant::now();
+    let mut slow = TcpStream::connect(fleet.http).await.expect("it listens");
     let head = b"GET /live HTTP/1.1\r\nhost: x\r\n";
     let mut written = 0;
     while slow.write_all(&head[written..=written]).await.is_ok() && written + 1 < head.len() {
