@@ -17,6 +17,12 @@ pub const PACED: &str = concat!("mock:", env!("CARGO_MANIFEST_DIR"), "/mocks/pac
 /// Variables of a process's environment, with their values.
 pub type Settings = Vec<(&'static str, String)>;
 
+/// Returns the router's setting for tests that need prompts on every node. The default policy gives no prompt to a decode node
+/// that has learned a long time of steps, as after a moment in which the machine stood still, while another is idle.
+pub fn round_robin() -> Settings {
+    vec![("BATON_ROUTER__POLICY", "round-robin".to_owned())]
+}
+
 /// All processes of a cluster. Dropping it ends them.
 #[derive(Debug)]
 pub struct Fleet {

@@ -1,7 +1,7 @@
 //! `/debug/requests`: the stages of a request add up to the time that its client waits, through faults too.
 
 use baton_tests::check::prompts;
-use baton_tests::fleet::PACED;
+use baton_tests::fleet::{PACED, round_robin};
 use baton_tests::logs::{A_NODE_DIES, THE_POOL_FAILS};
 use baton_tests::{Ask, Client, Fleet, eventually, in_time};
 use futures::StreamExt as _;
@@ -111,7 +111,7 @@ fn check(all: &[Seen], order: &str) {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn stages_add_up_when_streams_continue() {
-    let mut fleet = Fleet::start(PACED, 1, 2).await;
+    let mut fleet = Fleet::start_with(PACED, 1, 2, round_robin()).await;
     fleet.expect_log(A_NODE_DIES);
     let mut victim = fleet.nodes.pop().expect("a decode node");
     let client = fleet.client();

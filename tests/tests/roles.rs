@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use baton_tests::check::prompts;
-use baton_tests::fleet::{Fleet, FleetNode, PACED};
+use baton_tests::fleet::{Fleet, FleetNode, PACED, round_robin};
 use baton_tests::logs::{A_NODE_DIES, THE_REGISTRY_IS_AWAY};
 use baton_tests::{Ask, Client, eventually, executable, undisturbed};
 use futures::future::join_all;
@@ -64,7 +64,7 @@ async fn nodes_change_their_role_under_load_and_no_request_is_lost() {
         "decode" => vec![("BATON_NODE__DRAIN_MS", "40".to_owned())],
         _ => Vec::new(),
     };
-    let fleet = Fleet::start_each(PACED, 2, 2, Vec::new(), hasty).await;
+    let fleet = Fleet::start_each(PACED, 2, 2, round_robin(), hasty).await;
     fleet.expect_log(A_NODE_DIES);
     fleet.expect_log(&["drain before role change timed out"]);
     let happens = async |n_answered: &AtomicUsize| {
@@ -143,7 +143,8 @@ async fn during_a_move(die: impl AsyncFnOnce(&mut Fleet, &str)) {
         ("BATON_BALANCE__FOR_MS", "1000".to_owned()),
         ("BATON_BALANCE__PAUSE_MS", "1000".to_owned()),
     ];
-    let mut fleet = Fleet::start_with(PACED, 2, 2, balance).await;
+    // Both decode nodes have long answers, whatever the time of their steps.
+    let mut fleet = Fleet::start_with(PACED, 2, 2, [balance, round_robin()].concat()).await;
     fleet.expect_log(A_NODE_DIES);
     fleet.expect_log(THE_REGISTRY_IS_AWAY);
     fleet.expect_log(&["node has not moved to its new role", "streamed answer to client failed"]);
@@ -298,7 +299,7 @@ async fn a_node_that_is_killed_during_the_change_comes_back() {
     let ask = |prompt| Ask::new(prompt, 200).with("ignore_eos", true.into());
     let asks: Vec<Ask> = prompts(59, 12, 200).into_iter().map(ask).collect();
     let expected = undisturbed(&asks).await;
-    let mut fleet = Fleet::start(PACED, 1, 2).await;
+    let mut fleet = Fleet::start_with(PACED, 1, 2, round_robin()).await;
     fleet.expect_log(A_NODE_DIES);
     let (client, mut victim) = (fleet.client(), fleet.nodes.pop().expect("a decode node"));
     let drains = async |fleet: &Fleet, victim: &FleetNode| {

@@ -5,13 +5,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use baton_tests::check::prompts;
-use baton_tests::fleet::{Fleet, Settings};
+use baton_tests::fleet::{Fleet, Settings, round_robin};
 use baton_tests::logs::{A_NODE_DIES, A_NODE_STANDS_STILL, NO_TOKENIZER};
-use baton_tests::{Answer, Ask, Client, Up, eventually, in_time};
+use baton_tests::{Answer, Ask, Client, Stopwatch, Up, eventually, in_time};
 use futures::future::join_all;
 use rustix::process::Signal;
 use serde_json::{Value, json};
-use tokio::time::{Instant, sleep};
+use tokio::time::sleep;
 
 use super::processes::{A_PROCESS_DIES, Group, GroupPlan, on_one_thread, stages};
 use super::{folder, up};
@@ -151,7 +151,7 @@ async fn revived(fleet: &mut Fleet, group: &mut Group) {
 async fn streams_of_a_lost_process_go_on_at_another_node() {
     let path = folder("llama");
     let little = || [on_one_thread(), vec![("BATON_MODEL__KV_MEMORY", SOME.to_owned())]].concat();
-    let mut fleet = Fleet::start_narrow(&path, 1, 1, little()).await;
+    let mut fleet = Fleet::start_each(&path, 1, 1, round_robin(), |_| little()).await;
     fleet.expect_log(NO_TOKENIZER);
     let (asks, client) = (asks(), fleet.client());
     let expected = answers(&client, &asks).await;
@@ -191,9 +191,9 @@ async fn without_another_node_requests_end_by_their_deadline() {
         let ask = async |nth: usize| {
             let mut n_errors = 0;
             while !over.load(Ordering::Relaxed) {
-                let (ask, begin) = (&asks[nth % asks.len()], Instant::now());
+                let (ask, watch) = (&asks[nth % asks.len()], Stopwatch::start());
                 let ended = client.ask(&ask.clone().header("x-baton-timeout-ms", DEADLINE.as_millis())).await;
-                let took = begin.elapsed();
+                let took = watch.elapsed();
                 assert!(took < DEADLINE + LATE_MAX, "{took:?}: {ended:?}");
                 match ended {
                     Ok(answer) => assert_eq!(answer.tokens, expected[nth % asks.len()].tokens),
