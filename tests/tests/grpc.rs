@@ -327,7 +327,7 @@ async fn a_cluster_is_replaced_by_another_without_a_lost_request() {
     let new = Up::start(&["--model", PACED]).await;
     let asks: Vec<Ask> = prompts(3, 8, 60)
         .into_iter()
-        .map(|prompt| Ask::new(prompt, 100).with("ignore_eos", true.into()))
+        .map(|prompt| Ask::new(prompt, 400).with("ignore_eos", true.into()))
         .collect();
     let (to_old, to_new) = (old.client(), new.client());
     let before = join_all(asks.iter().map(|ask| to_old.ask(ask)));
@@ -347,7 +347,7 @@ async fn a_cluster_is_replaced_by_another_without_a_lost_request() {
     assert_eq!(code, Some(0));
     for (before, after) in before.into_iter().zip(after) {
         let (before, after) = (before.expect("the old cluster ends it"), after.expect("the new one serves"));
-        assert_eq!(before.tokens.len(), 100);
+        assert_eq!(before.tokens.len(), 400);
         assert_eq!(before.tokens, after.tokens);
     }
 }

@@ -179,8 +179,11 @@ fn rules() -> Vec<String> {
     exprs.map(compared).collect()
 }
 
-async fn load(client: &Client) {
-    let asks = prompts(5, 24, 300).into_iter().map(|prompt| Ask::new(prompt, 40));
+/// Sends 24 requests for answers of this many tokens.
+async fn load(client: &Client, tokens: u32) {
+    let asks = prompts(5, 24, 300)
+        .into_iter()
+        .map(|prompt| Ask::new(prompt, tokens).with("ignore_eos", true.into()));
     let asks: Vec<Ask> = asks.collect();
     for answer in in_time("all answers", join_all(asks.iter().map(|ask| client.ask(ask)))).await {
         answer.expect("an answer");
@@ -298,7 +301,7 @@ async fn a_dead_and_a_sleeping_node_are_seen() {
     let prometheus = Prometheus::start(&targets, &[]).await;
     // A rate needs a sample before the load and one after it.
     prometheus.returns(&format!("sum(up{{job=\"baton\"}}) == {}", targets.len())).await;
-    load(&fleet.client()).await;
+    load(&fleet.client(), 40).await;
     prometheus.returns("sum(baton_router_requests_total) > 0").await;
     for target in &targets {
         promtool_finds_nothing(&Client::new(*target).get("/metrics").await.1);
@@ -307,7 +310,8 @@ async fn a_dead_and_a_sleeping_node_are_seen() {
     assert_eq!(asleep.0.as_u16(), 200, "{}", asleep.2);
     let client = fleet.client();
     assert_eq!(client.post("/v1/completions", "{").await.0.as_u16(), 400);
-    let ((), dead) = tokio::join!(load(&client), async {
+    // The answers are long, so that streams still run when the test sees them.
+    let ((), dead) = tokio::join!(load(&client, 400), async {
         let admin = eventually("streams on a decode node", async || {
             let page = client.get_json("/debug/cluster").await;
             let nodes = page["nodes"].as_array().expect("a list");

@@ -5,9 +5,9 @@ use std::time::Duration;
 
 use baton_tests::check::prompts;
 use baton_tests::fleet::{Fleet, PACED, Settings};
-use baton_tests::{Answer, Ask, Client, eventually, in_time};
+use baton_tests::{Answer, Ask, Client, Stopwatch, eventually, in_time};
 use futures::future::join_all;
-use tokio::time::{Instant, sleep};
+use tokio::time::sleep;
 
 /// The KV memory of each node: 64 blocks of 16 tokens.
 const KV_MEMORY: &str = "512KiB";
@@ -59,12 +59,12 @@ async fn large_beside_small(client: &Client) -> Duration {
         while n_small.load(Ordering::Relaxed) < LOOPS {
             sleep(Duration::from_millis(10)).await;
         }
-        let began = Instant::now();
+        let watch = Stopwatch::start();
         let prompt = (0..LARGE_TOKENS - 16).map(|at| ((at * 11) % 251) as u32).collect();
         let answer = client.ask(&ask(prompt, 16)).await;
         over.store(true, Ordering::Relaxed);
         assert_eq!(answer.expect("the large request is answered").tokens.len(), 16);
-        began.elapsed()
+        watch.elapsed()
     };
     in_time("the large request", async { tokio::join!(large, join_all((0..LOOPS).map(small))).0 }).await
 }

@@ -77,6 +77,12 @@ async fn every_stage_is_measured_and_every_metric_documented() {
         let ask = Ask::new(prompt, 10).with("ignore_eos", true.into());
         up.client().ask(&ask).await.expect("an answer");
     }
+    // The last answer may come before it is counted.
+    let finished = "baton_router_requests_total{model=\"mock\",outcome=\"finished\"}";
+    eventually("all requests to be counted", async || {
+        (up.client().counter(finished).await == 8).then_some(())
+    })
+    .await;
     let page = up.client().get("/metrics").await.1;
     let stages = ["reserve", "prefill_queue", "prefill", "transfer", "handover_gap"];
     let stages = stages.map(|stage| format!("baton_router_stage_seconds_count{{stage=\"{stage}\"}}"));
@@ -148,7 +154,7 @@ async fn requests_under_way_are_shown_by_place_also_under_vllms_names() {
     let env = [("BATON_ROUTER__VLLM_METRICS", "true")];
     let up = Up::start_with(&["--model", PACED, "--colocated"], &env).await;
     let client = up.client();
-    let ask = Ask::new(vec![1, 2, 3], 400).with("ignore_eos", true.into());
+    let ask = Ask::new(vec![1, 2, 3], 4_000).with("ignore_eos", true.into());
     let mut streams = Vec::new();
     for _ in 0..3 {
         let mut stream = client.stream(&ask).await.expect("an answer");

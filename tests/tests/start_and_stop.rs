@@ -5,7 +5,7 @@ use std::time::Duration;
 use baton_tests::check::prompts;
 use baton_tests::fleet::PACED;
 use baton_tests::logs::{A_NODE_DIES, THE_REGISTRY_IS_AWAY};
-use baton_tests::{Ask, Client, Etcd, Fleet, Process, eventually, free_addr, in_time};
+use baton_tests::{Ask, Client, Etcd, Fleet, Process, Stopwatch, eventually, free_addr, in_time};
 use hyper::StatusCode;
 use rustix::process::Signal;
 use serde_json::{Value, json};
@@ -13,6 +13,8 @@ use tokio::time::Instant;
 
 /// The length of an answer that outlasts any drain of these tests: 2,000 steps of 4 ms.
 const TOKENS: u32 = 2_000;
+/// The time for which a router that stops accepts new requests.
+const NOTICE: Duration = Duration::from_secs(4);
 
 fn ask(tokens: u32) -> Ask {
     let prompt = prompts(31, 1, 50).remove(0);
@@ -61,8 +63,10 @@ async fn an_unknown_model_is_404_once_the_nodes_are_known() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_router_that_stops_serves_on_and_ends_what_outlasts_its_drain() {
-    let settings =
-        vec![("BATON_ROUTER__DRAIN_MS", "3000".to_owned()), ("BATON_ROUTER__NOTICE_MS", "1500".to_owned())];
+    let settings = vec![
+        ("BATON_ROUTER__DRAIN_MS", "6000".to_owned()),
+        ("BATON_ROUTER__NOTICE_MS", NOTICE.as_millis().to_string()),
+    ];
     let mut fleet = Fleet::start_with(PACED, 1, 1, settings).await;
     let client = fleet.client();
     let mut stream = client.stream(&ask(TOKENS)).await.expect("a stream");
@@ -74,7 +78,7 @@ async fn a_router_that_stops_serves_on_and_ends_what_outlasts_its_drain() {
     };
     let stop = async {
         tokio::time::sleep(Duration::from_millis(300)).await;
-        let asked = Instant::now();
+        let asked = Stopwatch::start();
         fleet.router.signal(Signal::TERM);
         eventually("the router to be unready", async || {
             let (status, body) = client.get("/ready").await;
@@ -82,7 +86,7 @@ async fn a_router_that_stops_serves_on_and_ends_what_outlasts_its_drain() {
         })
         .await;
         let served = client.ask(&ask(20)).await.expect("balancers have not noticed yet");
-        assert!(served.tokens.len() == 20 && asked.elapsed() < Duration::from_millis(1500));
+        assert!(served.tokens.len() == 20 && asked.elapsed() < NOTICE);
     };
     let streamed = async {
         loop {

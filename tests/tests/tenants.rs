@@ -8,13 +8,12 @@ mod sharing;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use baton_tests::{Answer, Ask, Client, Failed, Up, executable, in_time};
+use baton_tests::{Answer, Ask, Client, Failed, Stopwatch, Up, executable, in_time};
 use futures::future::join_all;
 use proto::v1;
 use proto::v1::generate_request::Input;
 use proto::v1::inference_client::InferenceClient;
 use tempfile::TempDir;
-use tokio::time::Instant;
 
 /// A cluster whose router requires keys.
 struct Keyed {
@@ -132,7 +131,7 @@ async fn every_limit_is_hit_and_released() {
     let client = keyed.client();
 
     // The tenant may have two requests at one time, not three. The end of one makes room.
-    let long = with_key(Ask::new(vec![1, 2, 3], 200), &few);
+    let long = with_key(Ask::new(vec![1, 2, 3], 2_000).with("ignore_eos", true.into()), &few);
     let running = [client.stream(&long).await, client.stream(&long).await].map(|one| one.expect("begun"));
     let third = with_key(Ask::new(vec![1, 2, 3], 1), &few);
     assert_eq!(refused(client.ask(&third).await), (Some(429), "tenant_requests".to_owned()));
@@ -142,7 +141,7 @@ async fn every_limit_is_hit_and_released() {
 
     // The tenant has six hundred tokens a minute: the first request uses more, and the next one waits until
     // the excess has passed.
-    let ask = with_key(Ask::new(vec![7; 610], 1), &slow);
+    let ask = with_key(Ask::new(vec![7; 640], 1), &slow);
     client.ask(&ask).await.expect("nothing was used before it");
     let next = with_key(Ask::new(vec![7; 10], 1), &slow);
     let body = serde_json::json!({ "model": "mock", "prompt": [7], "max_tokens": 1 }).to_string();
@@ -151,7 +150,7 @@ async fn every_limit_is_hit_and_released() {
     let error: serde_json::Value = serde_json::from_str(&page).expect("JSON");
     assert_eq!(error["error"]["code"], "tenant_tokens_per_minute", "{page}");
     let after: u64 = headers["retry-after"].to_str().expect("text").parse().expect("seconds");
-    assert!((1..=3).contains(&after), "{after} s");
+    assert!((1..=6).contains(&after), "{after} s");
     tokio::time::sleep(Duration::from_secs(after)).await;
     client.ask(&next).await.expect("after the time that was said");
 
@@ -176,11 +175,12 @@ async fn a_changed_tenants_file_is_in_force_within_5_s() {
     let works = async |key: &str| client.ask(&with_key(Ask::new(vec![1, 2, 3], 1), key)).await.is_ok();
     assert!(works(&old).await && !works(&new).await);
 
-    let changed = Instant::now();
+    let changed = Stopwatch::start();
     std::fs::write(&keyed.file, file("[tenants.acme]", &[&new_line])).expect("written");
     let in_force = async || (works(&new).await && !works(&old).await).then_some(());
     baton_tests::eventually("the new key to be in force", in_force).await;
-    assert!(changed.elapsed() < Duration::from_secs(5), "{:?}", changed.elapsed());
+    let took = changed.elapsed();
+    assert!(took < Duration::from_secs(5), "{took:?}");
 
     // A file with an error changes nothing, and the error is counted.
     std::fs::write(&keyed.file, file("[tenants.acme]", &[&old_line, "broken"])).expect("written");

@@ -16,14 +16,14 @@ use axum::http::StatusCode;
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD as BASE64;
 use baton_tests::etcd::Etcd;
-use baton_tests::{Ask, Client, eventually, executable, in_time};
+use baton_tests::{Ask, Client, Stopwatch, eventually, executable, in_time};
 use chassis::{Gate, Shutdown, Task, World, spawn_guarded};
 use engine_server::{Act, Engine, EngineServer, Role, Seen, Transfers};
 use futures::future::join_all;
 use router::{RawRouterConfig, Router, RouterConfig};
 use serde_json::{Value, json};
 use tokio::net::TcpStream;
-use tokio::time::{Instant, sleep, timeout};
+use tokio::time::{sleep, timeout};
 
 /// The longest time that a leg may outlive its client, and that a refusal may take where no server is left.
 const SOON: Duration = Duration::from_secs(1);
@@ -83,11 +83,11 @@ impl Pools {
 
     /// Waits until no server works on a request, for a second at most.
     async fn all_legs_end(&self) {
-        let servers = || self.prefill.iter().chain(&self.decode);
-        let quiet = eventually("the legs to end", async || {
-            servers().all(|server| server.n_running() == 0).then_some(())
-        });
-        timeout(SOON, quiet).await.expect("no leg outlives its client");
+        let (servers, watch) = (|| self.prefill.iter().chain(&self.decode), Stopwatch::start());
+        eventually("the legs to end", async || servers().all(|server| server.n_running() == 0).then_some(()))
+            .await;
+        let took = watch.elapsed();
+        assert!(took < SOON, "a leg outlived its client by {took:?}");
     }
 
     async fn legs(&self, role: &str, outcome: &str) -> u64 {
@@ -212,11 +212,12 @@ async fn a_server_that_does_not_answer_is_waited_for_until_the_deadline() {
                 let pools = Pools::start(engine).await;
                 let servers = if at_prefill { &pools.prefill } else { &pools.decode };
                 servers[0].does(act);
-                let began = Instant::now();
+                let watch = Stopwatch::start();
                 let headers = [("x-baton-timeout-ms", "400".to_owned())];
                 let body = chat(true).to_string();
                 let (status, _, text) = pools.client().post_with(CHAT, &headers, body).await;
-                assert!(began.elapsed() < Duration::from_millis(400) + SOON, "{:?}", began.elapsed());
+                let took = watch.elapsed();
+                assert!(took < Duration::from_millis(400) + SOON, "{took:?}");
                 match act {
                     Act::Silent => {
                         assert_eq!((status.as_u16(), code(&text).as_str()), (504, "deadline"), "{text}")
@@ -303,9 +304,10 @@ async fn a_failed_leg_ends_the_other_one() {
     let pools = Pools::start(Engine::Sglang).await;
     pools.decode[0].does(Act::Silent);
     pools.prefill[0].does(Act::Status(500));
-    let began = Instant::now();
+    let watch = Stopwatch::start();
     assert_eq!(pools.post(CHAT, &chat(true)).await.0, 500);
-    assert!(began.elapsed() < SOON, "{:?}", began.elapsed());
+    let took = watch.elapsed();
+    assert!(took < SOON, "{took:?}");
     pools.all_legs_end().await;
     assert_eq!((pools.legs("prefill", "refused").await, pools.legs("decode", "cancelled").await), (1, 1));
 }
@@ -318,12 +320,13 @@ async fn without_servers_of_a_kind_there_is_a_503_within_a_second() {
             assert_eq!(pools.post(CHAT, &chat(false)).await.0, 200);
             drop(if at_prefill { pools.prefill.pop() } else { pools.decode.pop() });
             for _ in 0..2 {
-                let began = Instant::now();
+                let watch = Stopwatch::start();
                 let (status, text) = pools.post(CHAT, &chat(true)).await;
                 let is_known = status == 503 && code(&text) == "no_nodes";
                 // The request that finds the server gone may have begun on its last connection.
                 assert!(is_known || (status, code(&text).as_str()) == (502, "failed"), "{status} {text}");
-                assert!(began.elapsed() < SOON, "{:?}", began.elapsed());
+                let took = watch.elapsed();
+                assert!(took < SOON, "{took:?}");
             }
             let (status, text) = pools.post(CHAT, &chat(true)).await;
             assert_eq!((status, code(&text).as_str()), (503, "no_nodes"), "{text}");
@@ -495,10 +498,11 @@ impl EtcdJson {
 /// Waits until requests have this status. One without a server is refused within a second.
 async fn until_status(pools: &Pools, expected: u16) {
     eventually("the status of requests", async || {
-        let asked = Instant::now();
+        let asked = Stopwatch::start();
         let (status, body) = pools.post(CHAT, &chat(false)).await;
         assert!(status == 200 || (status, code(&body).as_str()) == (503, "no_nodes"), "{status} {body}");
-        assert!(asked.elapsed() < SOON, "{status} came after {:?}", asked.elapsed());
+        let took = asked.elapsed();
+        assert!(took < SOON, "{status} came after {took:?}");
         (status == expected).then_some(())
     })
     .await;

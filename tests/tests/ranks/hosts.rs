@@ -10,7 +10,7 @@ use baton_tests::check::prompts;
 use baton_tests::hosts::{self, Flaw, Hosts};
 use baton_tests::logs::{A_NODE_DIES, A_NODE_STANDS_STILL, NO_TOKENIZER, THE_REGISTRY_IS_AWAY};
 use baton_tests::process::Process;
-use baton_tests::{Ask, Client, Etcd, eventually};
+use baton_tests::{Ask, Client, Etcd, Stopwatch, eventually};
 use futures::future::join_all;
 use rustix::process::Signal;
 use serde_json::{Value, json};
@@ -283,12 +283,12 @@ impl Cluster {
             while !over.load(Ordering::Relaxed) {
                 let nth = next.fetch_add(1, Ordering::Relaxed);
                 let (question, deadline) = (&questions[nth % questions.len()], DEADLINES[nth / 2 % 2]);
-                let begin = Instant::now();
+                let watch = Stopwatch::start();
                 let ended = match nth % 2 {
                     0 => self.ask(question, deadline).await,
                     _ => self.ask_stream(question, deadline).await,
                 };
-                let took = begin.elapsed();
+                let took = watch.elapsed();
                 assert!(took < deadline + LATE_MAX, "deadline {deadline:?}, {took:?}: {ended:?}");
                 let mut ends = ends.lock().unwrap_or_else(PoisonError::into_inner);
                 match ended {

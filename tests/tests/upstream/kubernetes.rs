@@ -4,10 +4,9 @@ use std::fs::File;
 use std::net::SocketAddr;
 use std::process::{Child, Command, Stdio};
 
-use baton_tests::{Client, eventually, executable, free_addr, hosts, in_time};
+use baton_tests::{Client, Stopwatch, eventually, executable, free_addr, hosts, in_time};
 use serde_json::{Value, json};
 use tempfile::TempDir;
-use tokio::time::Instant;
 
 use super::api_server::{ApiServer, Calls, NAMESPACE};
 use super::engine_server::{Engine, EngineServer, Role, Transfers};
@@ -60,9 +59,10 @@ impl RouterPod {
     async fn until_status(&self, expected: u16) {
         let client = self.client();
         eventually("the status of requests", async || {
-            let asked = Instant::now();
+            let asked = Stopwatch::start();
             let (status, _, body) = client.post(CHAT, chat(false).to_string()).await;
-            assert!(asked.elapsed() < SOON, "{status} came after {:?}", asked.elapsed());
+            let took = asked.elapsed();
+            assert!(took < SOON, "{status} came after {took:?}");
             let status = status.as_u16();
             assert!(status == 200 || (status, code(&body).as_str()) == (503, "no_nodes"), "{status} {body}");
             (status == expected).then_some(())
