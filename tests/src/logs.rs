@@ -4,6 +4,9 @@
 //! `WARN` or `ERROR` fails the test.
 
 use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use crate::Stopwatch;
 
 /// Warnings that come from the machines on which tests run.
 const OF_THIS_MACHINE: &[&str] = &["no GPU can be used, the CPU computes the model"];
@@ -50,10 +53,20 @@ pub const THE_REGISTRY_IS_AWAY: &[&str] = &[
 /// A router's warning about a model folder without a tokenizer.
 pub const NO_TOKENIZER: &[&str] = &["model has no tokenizer.json"];
 
+/// If the machine stopped the test for this long, processes may warn that others were silent.
+const LONG_STOP: Duration = Duration::from_secs(1);
+
 /// The warnings that one test expects, as parts of lines.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct ExpectedPeer {
     parts: Mutex<Vec<&'static str>>,
+    watch: Stopwatch,
+}
+
+impl Default for ExpectedPeer {
+    fn default() -> Self {
+        Self { parts: Mutex::default(), watch: Stopwatch::start() }
+    }
 }
 
 impl ExpectedPeer {
@@ -68,6 +81,10 @@ impl ExpectedPeer {
     pub fn check(&self, log: &str) {
         if std::thread::panicking() {
             return;
+        }
+        if self.watch.longest_stop() >= LONG_STOP {
+            self.add(A_NODE_STANDS_STILL);
+            self.add(THE_POOL_FAILS);
         }
         let unexpected = self.unexpected(log);
         assert!(unexpected.is_empty(), "unexpected lines in the log:\n{}", unexpected.join("\n"));

@@ -20,14 +20,23 @@ pub struct Stopwatch {
 
 impl Stopwatch {
     pub fn start() -> Self {
-        let stood_still_before = stood_still();
+        let stood_still_before = seen().late;
         Self { began: Instant::now(), stood_still_before }
     }
 
     /// Returns the time since the start in which this process could run.
     pub fn elapsed(&self) -> Duration {
-        let stood_still = stood_still().saturating_sub(self.stood_still_before);
-        self.began.elapsed().saturating_sub(stood_still)
+        self.began.elapsed().saturating_sub(self.stood_still())
+    }
+
+    /// Returns the time since the start in which this process could not run.
+    pub fn stood_still(&self) -> Duration {
+        seen().late.saturating_sub(self.stood_still_before)
+    }
+
+    /// Returns the longest time for which this process could not run, since its first stopwatch was started.
+    pub fn longest_stop(&self) -> Duration {
+        seen().longest
     }
 }
 
@@ -37,28 +46,35 @@ struct Seen {
     at: Instant,
     /// The time by which the thread was late, if it was late by more than [`LOOK_EVERY`].
     late: Duration,
+    /// The longest time by which it was late.
+    longest: Duration,
 }
 
 impl Seen {
-    /// Returns the time by which the thread is late so far. A look that is not due yet is not late.
-    fn late_at(&self, now: Instant) -> Duration {
+    fn first(now: Instant) -> Self {
+        Self { at: now, late: Duration::ZERO, longest: Duration::ZERO }
+    }
+
+    /// Returns what a look at this time sees. A look that is not due yet is not late.
+    fn next(&self, now: Instant) -> Self {
         let late = now.saturating_duration_since(self.at).saturating_sub(LOOK_EVERY);
-        self.late + if late > LOOK_EVERY { late } else { Duration::ZERO }
+        let late = if late > LOOK_EVERY { late } else { Duration::ZERO };
+        Self { at: now, late: self.late + late, longest: self.longest.max(late) }
     }
 }
 
 /// `None` until the thread is started.
 static SEEN: Mutex<Option<Seen>> = Mutex::new(None);
 
-/// Returns the time for which this process has stood still so far. The first call starts the thread.
-fn stood_still() -> Duration {
+/// Returns what the thread sees now. The first call starts the thread.
+fn seen() -> Seen {
     let mut seen = SEEN.lock().unwrap_or_else(PoisonError::into_inner);
     let now = Instant::now();
     let seen = seen.get_or_insert_with(|| {
         std::thread::spawn(look);
-        Seen { at: now, late: Duration::ZERO }
+        Seen::first(now)
     });
-    seen.late_at(now)
+    seen.next(now)
 }
 
 fn look() {
@@ -66,8 +82,7 @@ fn look() {
         std::thread::sleep(LOOK_EVERY);
         let mut seen = SEEN.lock().unwrap_or_else(PoisonError::into_inner);
         let now = Instant::now();
-        let late = seen.as_ref().map_or(Duration::ZERO, |seen| seen.late_at(now));
-        *seen = Some(Seen { at: now, late });
+        *seen = Some(seen.as_ref().map_or_else(|| Seen::first(now), |seen| seen.next(now)));
     }
 }
 
@@ -78,13 +93,13 @@ mod tests {
     #[test]
     fn only_the_time_by_which_the_thread_is_late_is_left_out() {
         let at = Instant::now();
-        let seen = Seen { at, late: Duration::from_millis(5) };
-        for (after, late) in [(0, 5), (10, 5), (20, 5), (21, 16), (1_510, 1_505)] {
-            assert_eq!(
-                seen.late_at(at + Duration::from_millis(after)),
-                Duration::from_millis(late),
-                "{after}"
-            );
+        let ms = Duration::from_millis;
+        let seen = Seen { at, late: ms(5), longest: ms(12) };
+        for (after, late, longest) in
+            [(0, 5, 12), (10, 5, 12), (20, 5, 12), (21, 16, 12), (1_510, 1_505, 1_500)]
+        {
+            let next = seen.next(at + ms(after));
+            assert_eq!((next.late, next.longest), (ms(late), ms(longest)), "{after}");
         }
     }
 

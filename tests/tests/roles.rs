@@ -119,11 +119,13 @@ async fn the_router_moves_one_decode_node_to_prefill_while_prompts_wait() {
         .await;
         // The last decode node stays, whatever the load.
         tokio::time::sleep(Duration::from_secs(4)).await;
+        // When the load is over, the router may move the node back.
+        let seen = (roles(&fleet).await, fleet.client().get_json("/debug/cluster").await);
         is_moved.store(true, Ordering::Relaxed);
+        seen
     };
-    tokio::join!(join_all((0..2 * CLIENTS).map(|_| asker())), watches);
-    assert_eq!(roles(&fleet).await.iter().filter(|role| *role == "decode").count(), 1);
-    let cluster = fleet.client().get_json("/debug/cluster").await;
+    let (_, (roles, cluster)) = tokio::join!(join_all((0..2 * CLIENTS).map(|_| asker())), watches);
+    assert_eq!(roles.iter().filter(|role| *role == "decode").count(), 1, "{cluster}");
     let balance = &cluster["balance"];
     assert_eq!(balance["controller"], "this router moves nodes");
     let moves = balance["moves"].as_array().expect("a list of moves");
@@ -131,7 +133,7 @@ async fn the_router_moves_one_decode_node_to_prefill_while_prompts_wait() {
     assert_eq!((&moves[0]["from"], &moves[0]["to"]), (&"decode".into(), &"prefill".into()), "{balance}");
     assert!(moves[0]["outcome"].as_str().is_some_and(|outcome| outcome.starts_with("moved: ")), "{balance}");
     let counted = "baton_router_role_moves_total{outcome=\"moved\"}";
-    assert_eq!(Client::new(fleet.admin).counter(counted).await, 1);
+    assert!(Client::new(fleet.admin).counter(counted).await >= 1);
     fleet.baseline().await;
 }
 
