@@ -60,7 +60,7 @@ impl Flood {
             let mut line = String::new();
             stdout.read_line(&mut line).map(|_| line)
         });
-        let line = timeout(PATIENCE * 4, line).await.expect("the flood rises in time");
+        let line = timeout(PATIENCE * 2, line).await.expect("the flood rises in time");
         assert_eq!(line.expect("it is read").expect("text"), "open\n", "the flood ended");
     }
 }

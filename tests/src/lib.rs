@@ -34,7 +34,7 @@ pub use wire::Wire;
 use std::time::Duration;
 
 /// The time limit of each wait of a test.
-pub const PATIENCE: Duration = Duration::from_secs(60);
+pub const PATIENCE: Duration = Duration::from_secs(100);
 
 /// Runs `work` for at most [`PATIENCE`]. Afterwards panics with a message that names the wait.
 pub async fn in_time<T>(what: &str, work: impl Future<Output = T>) -> T {

@@ -26,6 +26,10 @@ pub struct Up {
     expected: ExpectedPeer,
 }
 
+/// Settings for models that are computed here: on a slow machine a step takes longer than the watchdogs' limits.
+pub const LONG_STEPS: [(&str, &str); 2] =
+    [("BATON_EXPERT__NODE__STUCK_MS", "60000"), ("BATON_EXPERT__ROUTER__STUCK_MS", "60000")];
+
 /// Returns the answers of a cluster of one node, without faults.
 pub async fn undisturbed(asks: &[Ask]) -> Vec<Answer> {
     let up = Up::start(&["--colocated"]).await;

@@ -3,6 +3,7 @@
 #[path = "demo/constrained.rs"]
 mod constrained;
 
+use baton_tests::up::LONG_STEPS;
 use baton_tests::{Ask, Client, Up, in_time};
 use futures::future::join_all;
 use serde_json::{Value, json};
@@ -35,7 +36,7 @@ async fn tokens(up: &Up, asks: &[Ask]) -> Vec<Vec<u32>> {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_first_command_answers() {
-    let up = Up::start(&["--model", "demo"]).await;
+    let up = Up::start_with(&["--model", "demo"], &LONG_STEPS).await;
     let question = json!({
         "model": "demo",
         "temperature": 0,
@@ -53,8 +54,8 @@ async fn the_first_command_answers() {
 async fn the_demo_model_answers_alike_from_one_node_and_from_two() {
     let golden = golden();
     let asks: Vec<Ask> = golden.iter().map(ask).collect();
-    let alone = tokens(&Up::start(&["--model", "demo", "--colocated"]).await, &asks).await;
-    let up = Up::start(&["--model", "demo", "--prefill", "1", "--decode", "1"]).await;
+    let alone = tokens(&Up::start_with(&["--model", "demo", "--colocated"], &LONG_STEPS).await, &asks).await;
+    let up = Up::start_with(&["--model", "demo", "--prefill", "1", "--decode", "1"], &LONG_STEPS).await;
     assert_eq!(tokens(&up, &asks).await, alone);
     // The requests are sent again, because prefixes are now cached on both nodes.
     assert_eq!(tokens(&up, &asks).await, alone);
@@ -68,7 +69,7 @@ async fn the_demo_model_answers_alike_from_one_node_and_from_two() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn several_answers_to_one_prompt_cost_one_prefill() {
-    let up = Up::start(&["--model", "demo", "--prefill", "1", "--decode", "1"]).await;
+    let up = Up::start_with(&["--model", "demo", "--prefill", "1", "--decode", "1"], &LONG_STEPS).await;
     let golden = golden();
     let longest = golden.iter().max_by_key(|prompt| ids(&prompt["prompt_ids"]).len()).expect("prompts");
     let prompt = ids(&longest["prompt_ids"]);

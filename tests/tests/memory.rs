@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use baton_tests::logs::NO_TOKENIZER;
+use baton_tests::up::LONG_STEPS;
 use baton_tests::{Ask, Client, Up, eventually};
 use serde_json::json;
 
@@ -25,9 +26,8 @@ async fn a_node_holds_one_copy_of_its_weights() {
     let env = [
         ("BATON_EXPERT__MODEL__LOAD_FORMAT", "dummy"),
         ("BATON_MODEL__KV_MEMORY", "64MiB"),
-        // The limit is longer than the prompt's step takes on a processor with short vectors.
-        ("BATON_EXPERT__NODE__STUCK_MS", "60000"),
-        ("BATON_EXPERT__ROUTER__STUCK_MS", "60000"),
+        LONG_STEPS[0],
+        LONG_STEPS[1],
     ];
     let up = Up::start_with(&["--colocated", "--model", shape.to_str().expect("UTF-8")], &env).await;
     up.expect_log(NO_TOKENIZER);

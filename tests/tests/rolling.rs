@@ -154,6 +154,6 @@ async fn a_rolling_restart_loses_no_request() {
         enough.store(true, Ordering::Relaxed);
     };
     let both = async { tokio::join!(load(&balancer, &asks, &expected, &enough), roll).0 };
-    let n_answered = tokio::time::timeout(PATIENCE * 3, both).await.expect("the restarts end in time");
+    let n_answered = tokio::time::timeout(PATIENCE * 2, both).await.expect("the restarts end in time");
     assert!(n_answered > 4 * CLIENTS, "{n_answered} requests ran meanwhile");
 }

@@ -1,6 +1,7 @@
 //! Constrained answers of the bundled model: valid, and equal on every path.
 
 use baton_tests::logs::A_NODE_DIES;
+use baton_tests::up::LONG_STEPS;
 use baton_tests::{Client, Up, eventually, in_time};
 use futures::StreamExt as _;
 use futures::stream::iter;
@@ -103,8 +104,8 @@ async fn answers(up: &Up) -> Vec<(Value, Value)> {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn constrained_answers_are_valid_and_equal_one_nodes() {
-    let alone = answers(&Up::start(&["--model", "demo", "--colocated"]).await).await;
-    let up = Up::start(&["--model", "demo", "--prefill", "1", "--decode", "2"]).await;
+    let alone = answers(&Up::start_with(&["--model", "demo", "--colocated"], &LONG_STEPS).await).await;
+    let up = Up::start_with(&["--model", "demo", "--prefill", "1", "--decode", "2"], &LONG_STEPS).await;
     assert_eq!(answers(&up).await, alone);
     up.expect_log(A_NODE_DIES);
     let (disturbed, ()) = tokio::join!(answers(&up), kill(&up));
