@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use baton_tests::fleet::{Fleet, FleetNode, Settings};
 use baton_tests::logs::A_NODE_DIES;
-use baton_tests::{Answer, Ask, Client, eventually, in_time};
+use baton_tests::{Answer, Ask, Client, Stopwatch, eventually, in_time};
 use futures::future::join_all;
 use rustix::process::Signal;
 use tokio::time::{Instant, sleep};
@@ -22,7 +22,9 @@ const SHRINK_AFTER: usize = 8;
 const NODES_MAX: usize = 2;
 /// The samples of a high load, and of a low one: enough to forget the high one, and to shrink.
 const HIGH: usize = 16;
-const LOW: usize = 2 * RATE_OVER + SHRINK_AFTER + 4;
+const LOW: usize = 2 * RATE_OVER + SHRINK_AFTER + 6;
+/// The samples after a moment in which the machine stood still that are not used: the step of that moment may end later.
+const CALM_MIN: usize = 2;
 /// The chart's defaults: deploy/helm/baton/values.yaml.
 const QUEUED_TOKENS: f64 = 16_384.0;
 const BUSY: f64 = 0.7;
@@ -40,6 +42,9 @@ struct Pool {
     wanted: VecDeque<usize>,
     /// The number of nodes at each change.
     changes: Vec<usize>,
+    /// The time since the last sample, and the samples since the machine stood still.
+    watch: Stopwatch,
+    n_calm: usize,
 }
 
 /// The metrics of one node's page.
@@ -65,7 +70,15 @@ impl Page {
 impl Pool {
     fn new(role: &'static str) -> Self {
         let (computed, wanted) = (VecDeque::new(), VecDeque::new());
-        Self { role, next: 1, computed, wanted, changes: vec![1] }
+        Self {
+            role,
+            next: 1,
+            computed,
+            wanted,
+            changes: vec![1],
+            watch: Stopwatch::start(),
+            n_calm: CALM_MIN,
+        }
     }
 
     /// Returns the number of nodes that this sample wants: the largest of all triggers.
@@ -110,8 +123,20 @@ impl Pool {
         if wants > n_nodes { wants } else { most.min(n_nodes) }
     }
 
+    /// Returns whether nodes have computed for as long as their metrics say. A step is longer by the time for which the
+    /// machine stood still in it.
+    fn is_calm(&mut self) -> bool {
+        let watch = std::mem::replace(&mut self.watch, Stopwatch::start());
+        self.n_calm = if watch.stood_still() < PERIOD { self.n_calm + 1 } else { 0 };
+        self.n_calm >= CALM_MIN
+    }
+
     /// Takes one sample and acts on it.
     async fn look(&mut self, fleet: &mut Fleet, leaving: &mut Vec<FleetNode>) {
+        if !self.is_calm() {
+            self.computed.clear();
+            return;
+        }
         let ours: Vec<&FleetNode> = fleet.nodes.iter().filter(|node| node.role == self.role).collect();
         let pages = join_all(ours.iter().map(|node| Page::of(node))).await;
         let n_nodes = ours.len();
