@@ -12,7 +12,7 @@
 
 use std::cmp::{Ordering, Reverse};
 
-use super::costs::{Priced, Pricing};
+use super::costs::{EXPLORE_ONE_IN, Priced, Pricing};
 use super::decision::CANDIDATES_MAX;
 use super::{
     AllowedArms, Arm, Ask, Choice, ClusterView, ComputingNodes, Decision, NoRoute, NodeView, RoutingPolicy,
@@ -36,7 +36,6 @@ const STREAMS_WEIGHT: f64 = 20.0;
 /// The longest step with a local prompt, as a multiple of a step without.
 const STEP_MAX: f64 = 2.0;
 
-const EXPLORE_ONE_IN: u64 = 256;
 /// The largest cost of an explored route: this multiple of the lowest cost.
 const EXPLORE_COST: f64 = 1.5;
 

@@ -5,7 +5,7 @@
 //! a burst go to the node that was idle at its beginning. Idle nodes with similar predictions count as equal: equal
 //! GPUs learn slightly different times, and at low load one of them would get all prompts.
 
-use super::costs::{queue_ms, similar, step_ms};
+use super::costs::{EXPLORE_ONE_IN, queue_ms, similar, step_ms};
 use super::{Ask, ClusterView, Decision, NoRoute, NodeView, RoutingPolicy, pair};
 
 #[derive(Debug)]
@@ -19,9 +19,18 @@ impl RoutingPolicy for LeastLoaded {
     fn route(&self, ask: &Ask<'_>, view: &ClusterView, draw: u64) -> Result<Decision, NoRoute> {
         let token_ms = view.token_ms();
         let prefill = least(view.prefill_nodes(), |node| queue_ms(node, token_ms), draw);
-        let decode = least(view.decode_nodes(ask.prompt).into_iter(), step_ms, draw.rotate_left(32));
+        let decode = view.decode_nodes(ask.prompt);
+        let neglected = (draw >> 48).is_multiple_of(EXPLORE_ONE_IN).then(|| longest_idle(&decode)).flatten();
+        let decode = neglected.or_else(|| least(decode.into_iter(), step_ms, draw.rotate_left(32)));
         pair(ask, view, prefill, decode)
     }
+}
+
+/// Returns the idle node whose last assignment is the oldest. What a node has learned of its speed stays until it gets
+/// work: after one slow moment it would get none at low load.
+fn longest_idle<'a>(nodes: &[&'a NodeView]) -> Option<&'a NodeView> {
+    let idle = nodes.iter().filter(|node| node.n_sequences() == 0);
+    idle.min_by_key(|node| node.last_turn).copied()
 }
 
 /// Returns the node with the lowest cost. The random draw decides among equal nodes. Idle nodes with similar costs are

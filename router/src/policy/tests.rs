@@ -181,6 +181,25 @@ fn least_loaded_takes_idle_nodes_with_similar_times_alike() {
     }
 }
 
+/// A decode node that had one slow moment learns at low load that it is fast again.
+#[test]
+fn least_loaded_gives_a_few_prompts_to_an_idle_node_that_was_slow() {
+    let mut view = two_and_two();
+    view.nodes[3].load.step_ms = 50.0;
+    view.nodes[2].last_turn = 9;
+    let mut n_taken = || {
+        let draws = (0..4096u64).map(|n| n.wrapping_mul(0x9e37_79b9_7f4a_7c15));
+        let takes =
+            |draw: &u64| ids(&routed("least-loaded", &prompt(9), &view, *draw).expect("usable")).1 == "d1";
+        let n_taken = draws.filter(takes).count();
+        view.nodes[3].load.running = 1;
+        n_taken
+    };
+    let n_idle = n_taken();
+    assert!((8..=32).contains(&n_idle), "{n_idle} of 4096");
+    assert_eq!(n_taken(), 0, "it is not idle any more");
+}
+
 #[test]
 fn a_burst_of_unlike_prompts_spreads_over_idle_nodes() {
     let mut view = two_and_two();
