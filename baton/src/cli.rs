@@ -38,7 +38,8 @@ pub(crate) enum Command {
     Both(ProcessArgs),
     /// Run a pool node, which keeps KV between prefill nodes and decode nodes.
     Pool(ProcessArgs),
-    /// Run a further process of a node of several: it computes one pipeline stage. It reads the node's file.
+    /// Run a further process of a node with several processes: it computes one pipeline stage. It reads the
+    /// node's file.
     Rank(RankArgs),
     /// Chat with a cluster in the terminal.
     Chat(ChatArgs),

@@ -30,8 +30,8 @@ pub(crate) fn of_node(
     Ok((world, named))
 }
 
-/// The same for a further process of a node of several. It shows the certificate of its node, whose role its settings
-/// do not tell.
+/// The same for a further process of a node with several processes. It shows the certificate of its node. Its
+/// settings do not contain the node's role.
 pub(crate) fn of_rank(
     cluster: &ClusterSection,
     tls: &TlsSection,

@@ -153,7 +153,8 @@ impl Place {
     }
 }
 
-/// Returns whether the text names no file, but nothing, the mock, or a backend with its model: `mock:NAME`, `cpu:FOLDER`.
+/// Returns whether the text is empty, or names the mock or a backend with its model instead of a file: `mock:NAME`,
+/// `cpu:FOLDER`.
 fn names_a_backend(path: &str) -> bool {
     path.is_empty() || path == "mock" || path.contains(':')
 }

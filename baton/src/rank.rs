@@ -1,4 +1,4 @@
-//! `baton rank`: a further process of a node of several.
+//! `baton rank`: a further process of a node with several processes.
 
 use std::process::ExitCode;
 use std::time::Duration;

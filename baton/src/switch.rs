@@ -113,7 +113,7 @@ fn told(what: &str, node: &str, answer: &NodeAnswer) -> Result<String, String> {
         _ => String::new(),
     };
     let unknown = match body["announced"].as_bool() {
-        Some(false) => "; the registry does not answer: routers will know when it does",
+        Some(false) => "; the registry does not answer: routers get the change when it does",
         _ => "",
     };
     Ok(match what {
@@ -153,7 +153,9 @@ mod tests {
                 "role?role=both&force=true",
                 200,
                 json!({ "seconds": 0.3, "announced": false }),
-                Ok("role changed after 0.3 s; the registry does not answer: routers will know when it does"),
+                Ok(
+                    "role changed after 0.3 s; the registry does not answer: routers get the change when it does",
+                ),
             ),
             ("role?role=both&force=false", 200, json!({ "seconds": 0.3 }), Ok("role changed after 0.3 s")),
             (

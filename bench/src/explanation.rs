@@ -1,4 +1,4 @@
-//! What a server says about the time of one request, with `--explain`.
+//! A server's explanation of the time of one request, with `--explain`.
 
 use std::collections::BTreeMap;
 

@@ -41,7 +41,7 @@ pub struct RequestRecord {
     pub outcome: Outcome,
     /// All chunks that have a choice, empty ones included.
     pub chunks: Vec<Chunk>,
-    /// What the server says about the request's time, if it was asked.
+    /// The server's explanation of the request's time, if the request asked for it.
     pub explanation: Option<Box<Explanation>>,
 }
 

@@ -1,5 +1,5 @@
-//! A bound on the time that a client of HTTP/2 leaves an answer unread. Each answer has a window of its own, so bytes of the
-//! connection move on, and a timeout of its writes does not end such an answer.
+//! A bound on the time that a client of HTTP/2 leaves an answer unread. Each answer has its own flow-control window, so
+//! the connection still makes progress, and its write timeout does not end such an answer.
 
 use std::io;
 use std::pin::Pin;

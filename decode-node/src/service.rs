@@ -112,7 +112,7 @@ impl Life {
         }
     }
 
-    /// Waits for the KV, and tells the worker how much of it is in place if the worker plans for that.
+    /// Waits for the KV, and reports to the worker how much of it is in place if the worker plans for that.
     async fn arrived(&self, mut arrival: Arrival) -> Result<ArrivedKv, TransferError> {
         let Some(mut expected) = self.service.node.worker.expect_arrival() else {
             return arrival.settle().await;

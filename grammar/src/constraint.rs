@@ -22,7 +22,7 @@ pub(crate) struct Compiled {
     is_spent: AtomicBool,
 }
 
-/// Says which tokens a sequence may have next. Clones share one state.
+/// Decides which tokens a sequence may have next. Clones share one state.
 #[derive(Clone)]
 pub struct Constraint {
     /// Locked while a mask is computed, by the thread that samples. No other thread waits for it.

@@ -8,10 +8,10 @@ use crate::error::GrammarError;
 /// The longest reason of a refusal. llguidance quotes the line that is wrong, which may be the whole grammar.
 const REASON_CHARS_MAX: usize = 500;
 
-/// What llguidance says if a grammar allows neither a token nor the end.
+/// The message of llguidance if a grammar allows neither a token nor the end.
 pub(crate) const DEAD_END: &str = "NoExtensionBias";
 
-/// Reasons that name options of llguidance, and what a client is told.
+/// Reasons that name options of llguidance, and the texts that clients get instead.
 const REASONS: [(&str, &str); 2] = [
     (
         "oneOf constraints are not supported. Enable 'coerce_one_of' option to approximate oneOf with anyOf",

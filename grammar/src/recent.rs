@@ -1,4 +1,4 @@
-//! A bounded cache by grammar. The grammar that was used longest ago leaves first.
+//! A bounded cache by grammar. The least recently used grammar is removed first.
 
 use std::collections::VecDeque;
 use std::sync::{Mutex, MutexGuard, PoisonError};

@@ -39,7 +39,7 @@ impl BlockEvents {
         Self { news: pool.news(), pool, read: None, n_returned: 0, rest: VecDeque::new() }
     }
 
-    /// Waits for the next event, for any time. Cancel-safe.
+    /// Waits for the next event, without a time limit. Cancel-safe.
     pub async fn next(&mut self) -> NumberedEvent {
         let bell = Arc::clone(&self.news);
         loop {

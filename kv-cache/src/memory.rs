@@ -130,7 +130,7 @@ impl KvMemory {
         self.inner.ranks.iter().all(|pages| matches!(pages, Pages::Device(_)))
     }
 
-    /// Returns whether the memory has a layer. Only the memory of one process of several lacks some.
+    /// Returns whether the memory has a layer. Some are missing only if the node has several processes.
     ///
     /// # Panics
     /// If the layout has no such group or layer.
@@ -211,7 +211,7 @@ impl KvMemory {
         self.inner.layout.shard.tp_size
     }
 
-    /// Returns the ranks whose share the memory has. Only the memory of one process of several lacks some.
+    /// Returns the ranks whose share the memory has. Some are missing only if the node has several processes.
     pub fn ranks(&self) -> Range<u16> {
         let Inner { first_rank, ranks, .. } = &*self.inner;
         *first_rank..first_rank + ranks.len() as u16

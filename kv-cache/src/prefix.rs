@@ -98,7 +98,7 @@ impl PrefixIndex {
         self.entries.iter().map(|(hash, entry)| (*hash, entry))
     }
 
-    /// Returns an entry that is wrong in the tree or in the eviction order, with the error.
+    /// Returns an entry whose place in the tree or in the eviction order is wrong, with the error.
     pub(crate) fn fault(&self) -> Option<(BlockHash, &'static str)> {
         let mut n_children: HashMap<BlockHash, u32> = HashMap::new();
         for (hash, entry) in &self.entries {

@@ -24,6 +24,6 @@ pub struct ConnectorParts {
     pub metrics: TransferMetrics,
     /// Faults that a test injects. Empty in production.
     pub faults: Faults,
-    /// The other processes of a node of several. `None` if this process has the KV of all layers.
+    /// The other processes of the node, if it has several. `None` if this process has the KV of all layers.
     pub processes: Option<Arc<dyn OtherProcesses>>,
 }

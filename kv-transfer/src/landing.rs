@@ -328,7 +328,7 @@ impl OpenLanding {
         ArrivedKv { lease, handoff, bytes, scheme, waited: self.since.elapsed(), moved }
     }
 
-    /// Returns what has come, for the head.
+    /// Returns the received part, for the head.
     pub(crate) fn landed(&self) -> LandedPart {
         let progress = self.progress();
         let (bytes, moved) = progress.moved();
@@ -337,8 +337,8 @@ impl OpenLanding {
 
     /// Ends the landing without success. Only the first end takes effect.
     pub(crate) fn fail(&self, error: TransferError) {
-        // The blocks are in the pool before anyone learns of the failure. A head learns of it before it learns that
-        // nothing is written any more.
+        // The blocks return to the pool before the failure is reported. A head gets the failure before the report
+        // that nothing is written any more.
         let quiet = match self.lease.close() {
             None => return,
             Some(LandingBlocks::Leased(lease)) => {

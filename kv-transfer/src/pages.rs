@@ -1,8 +1,8 @@
 //! The state of each page of a transfer: missing, on its way, or verified.
 //!
-//! A page is one layer's share of a block. Only wanted pages count; held pages are not part of the transfer, and those of
-//! other processes of the receiver are theirs to count. With several lanes, a page counts once for each lane that carries
-//! a part of it.
+//! A page is one layer's share of a block. Only wanted pages count; held pages are not part of the transfer, and the
+//! other processes of the receiver count their own pages. With several lanes, a page counts once for each lane that
+//! carries a part of it.
 
 use std::ops::Range;
 

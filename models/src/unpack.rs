@@ -8,7 +8,7 @@ use std::io::{self, Write as _};
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 
-/// What a folder has.
+/// The contents of a folder.
 #[derive(Clone, Copy, Debug)]
 pub struct Contents<'a> {
     /// The beginning of the folder's name.

@@ -54,7 +54,8 @@ impl Connectors {
             }
             match kv_transfer::build(name, parts.clone()).await {
                 Ok(connector) => best_first.push(connector),
-                // Too little memory for slots is not passed over, because a slower connector would be used in silence.
+                // Too little memory for slots is an error here, because otherwise a slower connector would be used
+                // unnoticed.
                 Err(error @ TransferError::Slots { .. }) => return Err(NodeError::Connector(error)),
                 Err(error) if is_needed => return Err(NodeError::Connector(error)),
                 Err(error @ TransferError::SeveralProcesses(_)) => {

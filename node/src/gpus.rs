@@ -46,7 +46,7 @@ struct Gpus {
 struct Gpu {
     /// The number that the node uses. NVML's differs where `CUDA_VISIBLE_DEVICES` is set.
     number: String,
-    /// By this NVML finds it.
+    /// The id by which NVML finds the GPU.
     uuid: String,
 }
 
@@ -175,7 +175,7 @@ impl GpuMetrics {
 fn set(gauge: &GaugeVec, labels: &[&str], value: Option<f64>) {
     match value {
         Some(value) => gauge.with_label_values(labels).set(value),
-        // The series may never have been there.
+        // The series may not exist.
         None => drop(gauge.remove_label_values(labels)),
     }
 }

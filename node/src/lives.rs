@@ -485,7 +485,8 @@ async fn slept(
 }
 
 /// Waits until all threads that use the GPU have ended. They do so slightly longer than their tasks run, and a thread would
-/// crash in CUDA's libraries if the process ended first. A worker that has not drained has no `worker_run`, and may stand still.
+/// crash in CUDA's libraries if the process ended first. A worker that has not drained has no `worker_run`, and may be
+/// stuck.
 async fn threads_end(parts: NodeParts, worker_run: Option<WorkerRun>) {
     let (wires, worker) = (parts.wires.clone(), parts.worker.clone());
     drop(parts);
@@ -533,7 +534,7 @@ async fn aside<T: Send + 'static>(
 }
 
 impl ServicesEnd {
-    /// Returns how services ended that were not asked to.
+    /// Returns how services ended without a request.
     fn of(ended: Result<(), NodeError>, waiting: Option<Waiting>) -> Self {
         match (ended, waiting) {
             (Err(why @ NodeError::Announce(_)), Some(waiting)) if waiting.is_role_change() => {
@@ -549,7 +550,7 @@ impl Waiting {
         matches!(self.asked.request, SwitchRequest::Role(_))
     }
 
-    /// Tells the caller that the node is awake, or has its new role.
+    /// Answers the caller that the node is awake, or has its new role.
     fn done(self, used_bytes: Option<u64>, announced: &Shutdown) {
         let (request, announced) = (self.asked.request, announced.requested());
         if let SwitchRequest::Role(RoleRequest { role, .. }) = request {

@@ -159,7 +159,7 @@ mod tests {
         ] {
             standing.send_replace(state);
             tokio::time::sleep(Duration::from_millis(1)).await;
-            // The watchdog sets the other reasons all the time.
+            // The watchdog sets the other reasons at every check.
             readiness.set(None, None);
             assert_eq!(readiness.check().is_ok(), is_ready, "{state:?}");
             assert_eq!(readiness.check_rollout().is_ok(), is_ready, "{state:?}");

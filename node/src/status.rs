@@ -23,7 +23,8 @@ use crate::watchdog::StuckStage;
 
 /// The shortest time between two load messages.
 const LOAD_PACE: Duration = Duration::from_millis(20);
-/// The same before the message that the worker has run out of work, because the next prompt may come at once.
+/// The shortest time before the message that the worker has run out of work, because the next prompt may come
+/// at once.
 const IDLE_PACE: Duration = Duration::from_millis(2);
 /// The longest time between two load messages; each one shows the reader that the node is alive.
 const LOAD_HEARTBEAT: Duration = Duration::from_secs(1);

@@ -21,7 +21,7 @@ use crate::model::kept_model;
 use crate::parts::PoolParts;
 use crate::service::PoolService;
 
-/// The interval at which the node looks whether it is idle, for an integrity check of its blocks.
+/// The interval at which the node checks whether it is idle, for an integrity check of its blocks.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 
 /// The interval at which the readiness is set from the routers' reports.
@@ -116,8 +116,8 @@ async fn keep_ready(readiness: Readiness, standings: Standings) {
     }
 }
 
-/// Checks the block pool's integrity if sequences were stored since the last check, and none for a while: the check holds the
-/// pool.
+/// Checks the block pool's integrity if sequences were stored since the last check, but none lately: the check locks
+/// the pool.
 async fn check_books(parts: PoolParts) {
     let (mut checked, mut seen, mut worked_at) = (0, 0, Instant::now());
     loop {

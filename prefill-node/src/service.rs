@@ -173,7 +173,7 @@ struct OngoingDelivery {
 
 impl OngoingDelivery {
     /// Returns a stream that ends when the KV is in place. If it cannot be delivered, the stream sends a
-    /// refusal first: the decode node may not know of the transfer if the connection broke early.
+    /// refusal first: the transfer may not have begun on the decode node if the connection broke early.
     fn outcome(mut self) -> impl Stream<Item = Result<v1::PrefillAnswer, Status>> + Send {
         let wait = async move {
             let refusal = failure_of(self.delivery.as_mut()?.await)?;

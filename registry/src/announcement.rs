@@ -51,7 +51,7 @@ pub struct Announcement {
     task: LeaseTask,
 }
 
-/// The task that renews a lease. Dropping it has the lease ended in the background.
+/// The task that renews a lease. Dropping it ends the lease in the background.
 #[derive(Debug)]
 pub(crate) struct LeaseTask {
     stop: CancellationToken,
@@ -290,8 +290,8 @@ impl<P: Presence> Keeper<P> {
         self.stand(AnnouncementState::Trying);
     }
 
-    /// Returns the pause before the next renewal is tried, at most one beat. A registry that returns renews
-    /// all leases, and the node must renew its own before it expires again.
+    /// Returns the pause before the next renewal is tried, at most one renewal interval. A registry that
+    /// returns renews all leases, and the node must renew its own before it expires again.
     fn unheard(&mut self, error: &RegistryError, lapses: Instant, beat: Duration) -> Duration {
         if self.backoff.is_fresh() {
             warn!(node = %self.id, error = %Chain(error), "registry is unreachable, the node's lease may expire");

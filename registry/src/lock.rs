@@ -13,9 +13,9 @@ use crate::error::{Chain, RegistryError};
 /// The locks that Baton uses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum LockName {
-    /// The router that moves nodes between roles has it all the time.
+    /// Held by the router that moves nodes between roles, all the time.
     Balance,
-    /// A node that changes its role has it during the change.
+    /// Held by a node while it changes its role.
     RoleChange,
 }
 

@@ -16,7 +16,7 @@ use crate::members::{joined, left};
 /// attack.
 pub const N_MEMBERS_MAX: usize = 10_000;
 
-/// The id of one lease. It is random, so that a restarted registry does not know leases of its former life.
+/// The id of one lease. It is random, so that leases of an earlier life are invalid in a restarted registry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct LeaseId(pub u64);
 

@@ -437,14 +437,15 @@ fn check_prompt_logprobs(prompts: &[Prompt]) -> Result<(), AcceptError> {
     if n <= PROMPT_LOGPROBS_MAX {
         return Ok(());
     }
-    let reason =
-        format!("the prompts' tokens with their alternatives are {n}, at most {PROMPT_LOGPROBS_MAX}");
+    let reason = format!(
+        "the prompts' log-probabilities have {n} entries, more than the maximum of {PROMPT_LOGPROBS_MAX}"
+    );
     Err(AcceptError::invalid("prompt_logprobs", reason))
 }
 
 /// Refuses rules about the end of an answer that contradict a grammar, which says where an answer may end.
 fn check_end(params: &SamplingParams) -> Result<(), AcceptError> {
-    let reason = "not with a grammar, which says where the answer ends";
+    let reason = "cannot be combined with a grammar, which says where the answer ends";
     match params.grammar {
         Some(_) if params.ignore_eos => Err(AcceptError::unsupported("ignore_eos", reason)),
         Some(_) if params.min_tokens > 0 => Err(AcceptError::unsupported("min_tokens", reason)),
@@ -489,7 +490,7 @@ fn check_tokens(
     tokens: &[TokenId],
 ) -> Result<(), AcceptError> {
     if tokens.is_empty() {
-        return Err(AcceptError::invalid(param, "a prompt has at least one token"));
+        return Err(AcceptError::invalid(param, "the prompt is empty: it needs at least one token"));
     }
     if tokens.len() >= context.tokens as usize {
         let (n, context_text) = (tokens.len(), &context.text);
@@ -515,7 +516,7 @@ fn stop_rules(
 ) -> Result<StopRules, AcceptError> {
     let max_tokens = max_tokens(context, n_prompt, params.max_tokens)?;
     if params.min_tokens > max_tokens {
-        let reason = format!("{} are more than the {max_tokens} at most", params.min_tokens);
+        let reason = format!("{} is more than the answer's limit of {max_tokens} tokens", params.min_tokens);
         return Err(AcceptError::invalid("min_tokens", reason));
     }
     let stop_tokens = params.stop_tokens.clone();

@@ -2,8 +2,8 @@
 //!
 //! `line` is the pure order of a line, `room` decides from nodes' reports whether there is
 //! room for the next prompt. This file connects both to requests: a [`Permit`] is the right of one request to be served.
-//! A prompt is admitted when it comes and nothing waits before it, and otherwise by [`Admission::serve`], which looks
-//! again at every report of a node and at every end of a request.
+//! A prompt is admitted on arrival if there is room and no prompt waits before it. Otherwise [`Admission::serve`]
+//! admits it later: it checks the lines after every report of a node and after every end of a request.
 
 mod arrived;
 mod line;
@@ -37,7 +37,7 @@ use line::{Entered, Line, LineBounds, TicketId, WaitingPrompt};
 use refusal::LineRefusal;
 use room::{RoomQuestion, UnassignedAdmission, UnassignedAdmissions};
 
-/// The shortest time between two looks at the lines, so that many reports cost no more than one.
+/// The shortest time between two checks of the lines, so that many reports cost no more than one.
 const LOOK_PACE: Duration = Duration::from_millis(5);
 
 /// The work of a token of an answer, in tokens of a prompt.
@@ -150,7 +150,7 @@ pub struct Permit {
 }
 
 impl Permit {
-    /// Ends the count of the room that was given: from now on it is assigned to nodes.
+    /// Stops counting the prompt as unassigned: from now on it counts at the nodes that are assigned to it.
     pub(crate) fn assigned(&self) {
         let LinePlace { admission, model, id, .. } = &self.place;
         if let Some(line) = admission.lines().get_mut(model) {
@@ -189,7 +189,7 @@ impl Admission {
         Ok(Permit { place, entered })
     }
 
-    /// Looks at the lines whenever there may be room, until the future is dropped.
+    /// Checks the lines whenever there may be room, until the future is dropped.
     pub async fn serve(self) {
         let reported = self.0.parts.cluster.reported();
         loop {
@@ -274,7 +274,7 @@ impl Admission {
         Ok(Ticket { place, entered: now, predicted_wait, state })
     }
 
-    /// Refuses a request that still waits. It may have its verdict since a moment.
+    /// Refuses a request that still waits. Does nothing if the request has received its verdict.
     fn time_out(&self, place: &LinePlace) {
         let now = self.0.parts.world.now();
         let mut lines = self.lines();

@@ -1,9 +1,9 @@
 //! Moves nodes between prefill and decode when another ratio serves the present demand better.
 //!
-//! `demand` measures what clients ask for, and `prediction` compares ratios; both are pure, and so is `move_delay`, which
-//! waits until a prediction has stood long enough. This file is the task that asks nodes to change their roles. One
-//! router of a cluster acts: the one that has the lock `balance` in the registry.
-//! See `docs/decisions/0029-routers-balance-roles.md`.
+//! `demand` measures what clients ask for, and `prediction` compares ratios; both are pure, and so is `move_delay`,
+//! which waits until a prediction was the same for long enough. This file is the task that asks nodes to change their
+//! roles. One router of a cluster acts: the one that has the lock `balance` in the registry. See
+//! `docs/decisions/0029-routers-balance-roles.md`.
 
 mod demand;
 mod move_delay;

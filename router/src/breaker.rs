@@ -1,4 +1,4 @@
-//! Breakers: nodes whose status looks well and whose work fails get no work for a while.
+//! Circuit breakers: a node whose status is good but whose work fails gets no work for a while.
 //!
 //! [`Breaker`] is the pure core. [`Breakers`] has one for each node that has failed lately, and decides which
 //! nodes a policy sees. The last nodes of a kind are never left out: a node that may fail is better than none.
@@ -153,7 +153,7 @@ impl Breakers {
         Self(Arc::new(Inner { failing: Mutex::default(), changes, n_open }))
     }
 
-    /// Has `choose` choose a route among the nodes whose breakers are not open, over a path that works. `held_by` is the
+    /// Calls `choose` for a route among the nodes whose breakers are not open, over a path that works. `held_by` is the
     /// node that holds the KV already. Returns the route, and the trials that it makes.
     pub(crate) fn route<E>(
         &self,
@@ -196,8 +196,8 @@ impl Breakers {
         tries.then(|| Trial { breakers: self.clone(), of: Tried::Node(node.id.clone()) })
     }
 
-    /// Notes a failed attempt. Only failed work counts: a node without room, or one that stops, works well. If
-    /// KV was lost between two nodes, it counts against both nodes of the route, and against the path.
+    /// Notes a failed attempt. Only failed work counts, not a refusal because the node has no room or stops.
+    /// If KV was lost between two nodes, it counts against both nodes of the route, and against the path.
     pub(crate) fn failed(
         &self,
         node: &Arc<NodeInfo>,
@@ -241,7 +241,7 @@ impl Breakers {
         let Some(path) = PathEnds::of(route, None) else { return };
         if let Some(Breaker { open_for, .. }) = self.failing().paths.failed(path, now) {
             let (from, to) = (route.prefill.as_ref().map(|node| &node.id), &route.decode.id);
-            info!(?from, %to, ?open_for, %refusal, "no KV is sent between two nodes for a while: it was lost");
+            info!(?from, %to, ?open_for, %refusal, "KV was lost between two nodes: this pair is not used for a while");
         }
     }
 

@@ -81,7 +81,7 @@ impl ChatRequest {
         let opened = |tags: ReasoningTags| tags.opened_by(&text);
         let reasoning =
             template.reasoning().map(|tags| ReasoningRules { tags, opened: opened(tags), included });
-        // What continues an answer reasons only if the text ends in its reasoning.
+        // A continued message has more reasoning only if its text ends inside its reasoning.
         let reasoning = reasoning.filter(|rules| rules.opened || !continues);
         let demanded = match (&demand, &tool_rules) {
             (Some(demand), Some(rules)) => {
@@ -170,8 +170,8 @@ impl RenderedChat {
         self.demanded.as_ref().is_some_and(|demanded| demanded.is_named)
     }
 
-    /// Makes the request for answers to the chat. The grammar of demanded calls is the only one. The client's own grammar
-    /// comes after the model's reasoning.
+    /// Makes the request for answers to the chat. Refuses a grammar of the client beside that of demanded calls. The
+    /// client's grammar applies after the model's reasoning.
     pub(crate) fn asked(
         self,
         model: Arc<ServedModel>,

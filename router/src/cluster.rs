@@ -52,7 +52,7 @@ const TELL_AGAIN: Duration = Duration::from_secs(2);
 const BELIEVED_FOR: Duration = Duration::from_secs(6);
 
 /// The largest number of a prompt's blocks that the router hashes, so that a long prompt delays no other. Routing
-/// knows no cached blocks after them.
+/// ignores cached blocks after them.
 const HASHED_BLOCKS_MAX: usize = 8192;
 
 /// A handle to the router's view of the cluster. Cheap to clone.
@@ -197,7 +197,7 @@ impl Cluster {
         Assignment { prefill: prefill.and_then(share), decode: share(decode) }
     }
 
-    /// Returns the signal that there may be room where there was none. It wakes one task.
+    /// Returns the signal that a node may have room again. It wakes one task.
     pub fn reported(&self) -> Arc<Notify> {
         Arc::clone(&self.shared.reported)
     }
@@ -208,7 +208,8 @@ impl Cluster {
         members.by_id.values().map(|member| member.node.assigned.unreported().n_prompts).sum()
     }
 
-    /// Returns the number of nodes of each kind of knowledge of their prefix caches. Pool nodes report none.
+    /// Returns the number of nodes for each [`CacheKnowledge`]. Pool nodes are not counted: they report no
+    /// blocks.
     pub fn n_known(&self) -> [(CacheKnowledge, usize); 3] {
         let members = self.members();
         let computes = members.by_id.values().filter(|member| !member.info.role.pools());
@@ -267,8 +268,8 @@ impl Cluster {
         self.members().ready()
     }
 
-    /// Checks that all nodes that existed before this router are known, so that a model that no node has does
-    /// not exist.
+    /// Checks that the router has discovered all nodes that existed before it. Only then does a model without
+    /// a node count as nonexistent.
     pub fn knows_nodes(&self) -> Result<(), String> {
         self.ready()?;
         let settled = self.shared.started + members::SETTLE;
@@ -408,7 +409,7 @@ impl Cluster {
             let router = self.shared.router.clone();
             let standing = Standing { router, refusal, rollout_waits_for, believed_for: BELIEVED_FOR };
             if let Err(failure) = client.tell(standing).await {
-                debug!(node = %info.id, refusal = %failure.refusal, "could not tell the node whether this router sends it requests");
+                debug!(node = %info.id, refusal = %failure.refusal, "could not report to the node whether this router sends it requests");
             }
             let _ = tokio::time::timeout(TELL_AGAIN, word.changed()).await;
         }

@@ -24,9 +24,9 @@ use crate::requests::{RequestEvent, RequestRecord};
 use crate::rpc::{DecodeCall, DecodeProgress, Failure};
 use crate::watchdog::{TrackedRequest, WaitStage};
 
-/// The number of times in a row that a prompt is computed for a decode node that then gives no step. After
-/// them, the decode node computes the prompt alone: connectors between the nodes fail, and each prefill would
-/// yield only one token.
+/// How often in a row a prefill node may compute the prompt without a step from the decode node afterwards.
+/// After that the decode node computes the prompt alone: connectors between the nodes probably fail, and each
+/// prefill would give only one token.
 const LOSSES_MAX: u32 = 1;
 
 /// A started request, across failures of nodes: a stream that ends after its last step, or after an error. Dropping it
@@ -41,7 +41,7 @@ pub(crate) struct Continuation {
     losses: u32,
     /// The time of the last returned step.
     last: Instant,
-    /// What ends the request from outside while it waits for a step.
+    /// Ends the request at its deadline or when the router stops.
     end: OuterEnd,
     guards: RequestGuards,
 }
@@ -76,7 +76,7 @@ struct Decoding {
     waker: Waker,
 }
 
-/// The drop ends the wait, also where a waker is left.
+/// The drop ends the wait, even if a waker still exists.
 struct WaitGuard(Arc<StepWait>);
 
 /// Counts the request at its decode node until the node has sent something. The server does not poll the stream of a
@@ -238,7 +238,7 @@ impl Continuation {
         }
     }
 
-    /// Counts the failure of a decode node, or between the nodes of its KV, and goes on without it.
+    /// Counts the failure of a decode node, or of the KV transfer to it, and continues on another route.
     fn failed(&mut self, failure: Failure, call: &DecodeCall) -> Result<State, ServeError> {
         let route = call.arriving_on();
         self.dispatch.count_failure(&failure, route.as_ref(), self.prompt.deadline);

@@ -133,7 +133,7 @@ async fn nodes(State(parts): State<ClusterParts>) -> Json<Value> {
     }))
 }
 
-/// Returns what requests have shown of routes.
+/// Returns the costs learned from requests as JSON.
 fn learned(costs: &RouteCosts) -> Value {
     let connector = |(scheme, costs): &(Scheme, ConnectorCosts)| {
         let shown = json!({

@@ -40,7 +40,8 @@ pub(crate) use held::HeldKv;
 /// The pauses before a prompt tries again when every node's queue is full, or no node is usable. They double
 /// from the first value to the last.
 const FULL_AGAIN: std::ops::RangeInclusive<Duration> = Duration::from_millis(5)..=Duration::from_millis(200);
-/// How long before a request's deadline the nodes may find it passed: they get the time left in whole milliseconds.
+/// How much earlier than the router a node may see a deadline pass: nodes get the remaining time in whole
+/// milliseconds.
 const LATE: Duration = Duration::from_millis(10);
 
 /// Which nodes compute a prompt.
@@ -100,7 +101,7 @@ struct FirstStepAsk<'a> {
     record: &'a RequestRecord,
 }
 
-/// One route of a prompt, with the work that it counts for on the nodes.
+/// One route of a prompt, with the work that is assigned to the nodes.
 #[derive(Clone, Copy, Debug)]
 struct Attempt<'a> {
     ask: Ask<'a>,
@@ -247,8 +248,8 @@ impl Dispatch {
         }
     }
 
-    /// Reserves room on the decode node, waiting there until `room_by`, then has the prefill node compute the
-    /// prompt.
+    /// Reserves room on the decode node, waiting there until `room_by`, then asks the prefill node to compute
+    /// the prompt.
     async fn decode_first(
         &self,
         attempt: Attempt<'_>,
@@ -290,7 +291,7 @@ impl Dispatch {
         }
     }
 
-    /// Has the decode node compute the prompt alone, and returns the first step.
+    /// Asks the decode node to compute the prompt alone, and returns the first step.
     async fn local(
         &self,
         prompt: &Prompt,
@@ -323,15 +324,15 @@ impl Dispatch {
         StartedRequest { model: prompt.model.clone(), first, prompt_logprobs, usage, rest }
     }
 
-    /// Counts a failure of a node, or between the nodes of `route`.
+    /// Counts a failure of a node, or of the transfer between the nodes of `route`.
     pub(crate) fn count_failure(&self, failure: &Failure, route: Option<&Route>, deadline: Deadline) {
         if !self.is_late(deadline) {
             self.breakers.failed(&failure.node, &failure.refusal, route, self.parts.world.now());
         }
     }
 
-    /// Returns whether a failure may be that of the deadline, at which nodes end calls and landings. It says nothing about
-    /// the nodes then: clients choose deadlines.
+    /// Returns whether the deadline may have caused a failure, because nodes end calls and landings then. Such a
+    /// failure does not count against the nodes: clients choose deadlines.
     fn is_late(&self, deadline: Deadline) -> bool {
         self.parts.world.left(deadline) < LATE
     }
@@ -412,7 +413,7 @@ impl Dispatch {
         self.by_deadline(prompt.deadline, self.parts.admission.admit(ask)).await
     }
 
-    /// Has a share of requests explained, besides those that ask for it.
+    /// Marks a share of requests to be explained, besides those that ask for it.
     fn sampled(&self, arrival: Arrival) -> Arrival {
         let share = self.parts.explain_share;
         let is_drawn = share > 0.0 && (self.parts.world.draw() as f64) < share * u64::MAX as f64;
@@ -445,7 +446,7 @@ struct Attempts<'a> {
     deadline: Deadline,
 }
 
-/// A chosen route, whose nodes count the prompt.
+/// A chosen route, with the prompt assigned to its nodes.
 struct Chosen {
     decision: Decision,
     assigned: Assignment,
@@ -530,7 +531,8 @@ impl<'a> Attempts<'a> {
         }
     }
 
-    /// Counts a failure of a node, or between the nodes of `route`. Returns an error if no attempt is left.
+    /// Counts a failure of a node, or of the transfer between the nodes of `route`. Returns an error if no
+    /// attempt is left.
     async fn failed(&mut self, failure: Failure, route: Option<&Route>) -> Result<(), ServeError> {
         self.dispatch.count_failure(&failure, route, self.deadline);
         let kind = failure.refusal.kind;

@@ -228,7 +228,7 @@ impl Decode for FakeNode {
             words.truncate(n as usize);
             words.push(broken());
         }
-        // Steps come after the prefill node's answer, as they do when KV has to travel.
+        // Steps come after the prefill node's answer, as they do when KV is transferred.
         let words = stream::once(async {
             tokio::time::sleep(Duration::from_millis(50)).await;
             stream::iter(words)

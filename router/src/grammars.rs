@@ -153,7 +153,7 @@ impl GrammarChecks {
 }
 
 /// Returns the grammar with the ids of its special tokens in place of their names, for a model with a tokenizer: nodes
-/// know tokens by their ids.
+/// identify tokens by their ids.
 fn with_ids(model: &ServedModel, asked: &AskedGrammar) -> Result<AskedGrammar, AcceptError> {
     needs_tokenizer(model, asked.param)?;
     let mut asked = asked.clone();

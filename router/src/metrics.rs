@@ -122,8 +122,8 @@ pub struct ModelMetrics {
 impl RouterMetrics {
     pub fn new(metrics: &Metrics) -> Self {
         let own = Self::register(metrics);
-        // Known labels are on the page from the start, because a rate misses the first count of a series that
-        // begins.
+        // Known labels are on the page from the start, because Prometheus' `rate` misses the first count of a
+        // new series.
         Code::ALL.iter().for_each(|code| drop(own.refusals.with_label_values(&[code.as_str()])));
         Stage::ALL.iter().for_each(|stage| drop(own.stages.with_label_values(&[stage.as_str()])));
         for role in LegRole::ALL {

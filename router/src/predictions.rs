@@ -1,4 +1,5 @@
-//! Compares what a policy expected of a route with what the request sees, and learns from the difference.
+//! Compares a policy's predictions for a route with the measured times of the request, and learns from the
+//! difference.
 
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Duration;
@@ -65,8 +66,8 @@ impl Prediction {
         self.arm
     }
 
-    /// Compares the time to the first token, which is here now. The node says how long the prompt was queued and
-    /// computed; the rest of the time was calls.
+    /// Compares the time to the first token, which has just arrived. The node reports how long the prompt was
+    /// queued and computed; the rest of the time was calls.
     pub(crate) fn first_token(&mut self, queued: Duration, computed: Duration, now: Instant) {
         let seen = now - self.decided;
         self.metrics.compare(self.arm, self.first_token_ms, ms(seen));

@@ -130,8 +130,8 @@ impl NodeClient {
         })
     }
 
-    /// Has the prompt computed and its KV sent to `to`. Dropping the future cancels the prompt on the node;
-    /// dropping the returned call releases held KV.
+    /// Asks the node to compute the prompt and to send its KV to `to`. Dropping the future cancels the prompt
+    /// on the node; dropping the returned call releases held KV.
     pub async fn prefill(
         &self,
         prompt: &Prompt,
@@ -279,7 +279,7 @@ pub struct Failure {
     pub refusal: Refusal,
 }
 
-/// What a decode node is told about the source of the KV.
+/// The source of the KV, as the call to a decode node names it.
 #[derive(Clone, Copy, Debug)]
 pub enum PrefillOffer<'a> {
     /// The node that can compute the KV.

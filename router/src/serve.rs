@@ -37,8 +37,8 @@ pub trait Serve: Ready {
     /// become a status code.
     async fn generate(&self, prompt: Prompt, arrival: Arrival) -> Result<Generation, ServeError>;
 
-    /// Checks that the cluster's nodes are known, so that a model that no node has does not exist. An error
-    /// is the reason why not.
+    /// Checks that the cluster's nodes are known. Only then does a model without a node count as nonexistent.
+    /// An error is the reason why they are not known.
     fn knows_nodes(&self) -> Result<(), AcceptError>;
 }
 

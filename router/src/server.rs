@@ -223,7 +223,7 @@ impl Router {
             routes,
             grpc_close.clone(),
             limits("grpc"),
-            // Nodes know a router by several names.
+            // Nodes may call a router by several host names.
             Callers::known_to(&self.world).calling_this_instance(),
         );
         let counts = router_metrics.connections("admin");

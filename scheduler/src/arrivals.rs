@@ -1,7 +1,8 @@
-//! When KV from other nodes is expected to be complete on this one.
+//! Predicts when KV from other nodes is complete on this one.
 //!
-//! The node that receives KV says how much is in place, and the worker plans shorter steps with prompts where KV is about
-//! to arrive: the sequence waits for the end of the step, and its second token needs one more.
+//! The receiver of KV reports how much is in place. The worker plans shorter steps with prompts when KV is about to
+//! arrive, because the arrived sequence waits for the end of the running step, and its second token needs one more
+//! step.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -47,8 +48,8 @@ impl ExpectedArrivals {
 }
 
 impl ExpectedArrival {
-    /// Takes in that `received` of `total` pages are in place at `now`. The rest is expected at the rate so far. After the
-    /// first pages, whose time says nothing, it is expected at once.
+    /// Records that `received` of `total` pages are in place at `now`. The rest is expected at the rate so far. The
+    /// time of the first pages gives no rate, so after them the rest is expected at once.
     pub fn progressed(&mut self, received: usize, total: usize, now: Instant) {
         if received == 0 {
             return;

@@ -308,7 +308,9 @@ impl Inbox {
 
 fn check_deadline(deadline: Deadline, now: Instant) -> Result<(), Refusal> {
     match deadline.instant() <= now.into_std() {
-        true => Err(Refusal::new(RefusalKind::Deadline, "the deadline passed before the sequence came")),
+        true => {
+            Err(Refusal::new(RefusalKind::Deadline, "the deadline passed before the sequence was submitted"))
+        }
         false => Ok(()),
     }
 }

@@ -20,15 +20,15 @@ const BEFORE_VARIANCE: f64 = 256.0;
 /// The largest share of the time of prompt tokens that the tokens before them may take in a fit.
 const BEFORE_SHARE_MAX: f64 = 0.6;
 
-/// The number of prompt tokens in a step from which their time says how long the next tokens take.
+/// The smallest number of prompt tokens in a step whose time predicts how long the next tokens take.
 const STRETCH_TOKENS_MIN: usize = 64;
 /// The shortest and the longest time of a prompt token that count, as multiples of the usual time.
 const STRETCH_MIN: f64 = 0.9;
 const STRETCH_MAX: f64 = 4.0;
 /// The weight of a stretch that is lower than the known one.
 const STRETCH_FALL: f64 = 0.2;
-/// The smallest share of a step's prompt time that its tokens take, where their time is to be bounded. Steps with nearly the
-/// same number of tokens say little of what one token takes.
+/// The smallest share of a step's prompt time that its tokens take, where their time is to be bounded. Steps with
+/// nearly the same number of tokens hardly show the time of one token.
 const TOKENS_SHARE_MIN: f64 = 0.5;
 /// The number of prompt tokens of a first step whose time is to be bounded.
 const PROMPT_TOKENS_FIRST: usize = 128;
@@ -110,10 +110,10 @@ struct PromptPlane(Plane);
 /// What prompts add to a step, in milliseconds.
 #[derive(Clone, Copy, Debug, Default)]
 struct PromptCosts {
-    /// Whatever their number.
+    /// The same for any number of tokens.
     fixed_ms: f64,
     token_ms: f64,
-    /// A token, for each 1,000 tokens before it.
+    /// The additional time of a token for each 1,000 tokens before it.
     before_ms: f64,
 }
 
@@ -216,8 +216,8 @@ impl StepCosts {
     }
 
     /// Returns the number of prompt tokens with which a step of this number of running sequences takes at most `step_ms`, if
-    /// `n_before` tokens are before the first of them. It is at most twice the largest number so far: the times of few tokens
-    /// say little of many.
+    /// `n_before` tokens are before the first of them. It is at most twice the largest number so far, because the times
+    /// of few tokens do not predict those of many.
     pub fn prompt_tokens_within(&self, step_ms: f64, n_running: usize, n_before: usize) -> usize {
         let known = (2 * self.prompt_tokens_most).max(PROMPT_TOKENS_FIRST);
         let costs = self.prompts.costs(TOKENS_SHARE_MIN);
@@ -326,8 +326,8 @@ impl PromptPlane {
         y.shift(-ms);
     }
 
-    /// Returns the fitted costs, none negative. The tokens make at least `share_min` of what the tokens before them leave of
-    /// the mean time. While all steps are alike, the time is that of tokens.
+    /// Returns the fitted costs, none negative. The time of tokens is at least `share_min` of the mean time without the
+    /// part of the tokens before them. While all steps are alike, all of this time counts as that of tokens.
     fn costs(&self, share_min: f64) -> PromptCosts {
         let (x, z, y) = (self.0.x.get(), self.0.z.get(), self.0.y.get());
         if x <= 0.0 {

@@ -41,7 +41,7 @@ use launching::ArrivalTimes;
 /// room.
 const BLOCKED_POLL: Duration = Duration::from_millis(20);
 
-/// What a worker is made of.
+/// The inputs of a worker.
 #[derive(Debug)]
 pub struct WorkerParts {
     pub backend: Box<dyn Backend>,
@@ -196,8 +196,8 @@ impl Worker {
         let shape = self.shape_of(flight);
         let running = Duration::from_secs_f64(self.costs.running_ms(shape.n_running) / 1e3);
         let took = match shape.n_prefill_tokens {
-            // The shorter of the two times counts, because one step of a second raises the mean for many short
-            // ones.
+            // The shorter of the two times counts, because a single step of one second raises the mean of many
+            // short steps.
             0 => running.min(self.done.took),
             _ if self.settings.gap_ms_max > 0.0 => running + self.costs.prompt_takes(shape),
             _ => return None,

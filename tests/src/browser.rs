@@ -18,7 +18,7 @@ pub struct Browser {
     from: BufReader<ChildStdout>,
     session: String,
     next: u64,
-    /// What the page did wrong: exceptions, lines of `console.error`, and violations of its policy.
+    /// The page's errors: exceptions, lines of `console.error`, and violations of its policy.
     errors: Vec<String>,
     _profile: TempDir,
 }
@@ -102,7 +102,7 @@ impl Browser {
         picture["data"].as_str().expect("a picture").to_owned()
     }
 
-    /// Returns what the page did wrong so far.
+    /// Returns the page's errors so far.
     pub fn errors(&self) -> &[String] {
         &self.errors
     }

@@ -137,7 +137,10 @@ async fn a_role_that_no_router_knows_yet_is_told_as_such() {
     let decode = up.of_role("decode").await.swap_remove(0);
     etcd.kill();
     let said = executable::run(&["admin", "role", &decode.admin, "both", "--force"]).stdout;
-    assert!(said.contains("role changed after") && said.contains("routers will know when it does"), "{said}");
+    assert!(
+        said.contains("role changed after") && said.contains("routers get the change when it does"),
+        "{said}"
+    );
     let role = async || up.nodes().await.into_iter().find(|node| node.id == decode.id).map(|node| node.role);
     assert_eq!(role().await.as_deref(), Some("decode"), "the router does not know");
     etcd.restart();

@@ -1,5 +1,6 @@
 //! A cluster whose connections are all TLS: it answers, its certificates are renewed under load, and strangers with
-//! plaintext, with wrong certificates, or with a recorded handshake are refused and counted. `baton doctor` tells why.
+//! plaintext, with wrong certificates, or with a recorded handshake are refused and counted. `baton doctor` reports
+//! why.
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};

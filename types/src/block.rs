@@ -34,7 +34,7 @@ impl fmt::Debug for BlockHash {
     }
 }
 
-/// The key of a cluster's block hashes. Without it, a hash does not tell whether a guessed prompt is right.
+/// The key of a cluster's block hashes. Without it, a hash does not show whether a guessed prompt is right.
 ///
 /// Routers and nodes derive the key from the cluster's secret. The default is a public key, for clusters
 /// without a secret.

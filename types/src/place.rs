@@ -1,7 +1,7 @@
 //! The choice of the pool nodes that keep a sequence, by rendezvous hashing.
 //!
 //! All processes that know the same members compute the same result. When a node joins or leaves, only the
-//! sequences move that this node keeps or kept.
+//! sequences that this node keeps or kept are moved.
 
 use crate::block::BlockHash;
 use crate::ids::NodeId;

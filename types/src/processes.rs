@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-/// What one process of a node computes: some ranks of one pipeline stage.
+/// The part of a model that one process of a node computes: some ranks of one pipeline stage.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ProcessShare {
     pub stage: usize,

@@ -40,8 +40,8 @@ const ALIKE_KV_BYTES: usize = 24 << 30;
 /// lengths at and beside the edges of chunks. Models with shorter contexts have shorter prompts.
 const ALIKE_PROMPTS: [u32; 6] = [1, 33, 130, 512, 513, 1100];
 
-/// The length of one further prompt: GPUs compute the attention of so many tokens in another way than that of few ones.
-/// Models with experts have it only if they have latents: where rounding exchanges experts, all tokens after it change.
+/// The length of one further prompt: GPUs compute the attention of many tokens in another way than that of few. Models
+/// with experts have it only if they have latents: where rounding exchanges experts, all tokens after it change.
 const LONG_PROMPT: u32 = 400;
 
 /// The comparison of one model, for the report.

@@ -3,7 +3,7 @@
 //! One pass over 300 bytes takes a third of a microsecond, and a JSON tree ten times as long. The load thread
 //! must handle 100,000 events a second with a small part of a core.
 
-/// What one event of `/v1/completions` or `/v1/chat/completions` says.
+/// The facts that one event of `/v1/completions` or `/v1/chat/completions` contains.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct EventFacts {
     /// Whether the list `choices` exists and has elements.

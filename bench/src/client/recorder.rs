@@ -17,7 +17,7 @@ pub struct Recorder {
     pub cached_tokens: u32,
     /// The text and tokens of the answer, for the next turn of a conversation; `None` if they are not needed.
     pub answer: Option<Answer>,
-    /// What the server says about the request's time, if it was asked.
+    /// The server's explanation of the request's time, if the request asked for it.
     pub explanation: Option<Box<Explanation>>,
     n_tokens: u32,
     is_counting: bool,

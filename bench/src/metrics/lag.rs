@@ -1,4 +1,4 @@
-//! The harness's own lag. If the harness was the bottleneck, a run tells nothing about the server.
+//! The harness's own lag. If the harness was the bottleneck, the numbers of a run do not describe the server.
 
 use std::time::Duration;
 
@@ -12,7 +12,8 @@ pub struct LagReport {
     /// Milliseconds from the time at which a request was due to the time at which the harness began to send
     /// it.
     pub send_ms: Distribution,
-    /// Milliseconds by which the ticks of a timer came late, as long as an event waits that has arrived.
+    /// Milliseconds by which the ticks of a timer came late: an event that has arrived waits for the same
+    /// time.
     pub event_loop_ms: Distribution,
     /// The load thread's CPU time, divided by the length of the run.
     pub cpu_share: f64,

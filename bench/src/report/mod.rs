@@ -53,7 +53,7 @@ pub struct RunReport {
     pub faults: Vec<FaultMark>,
     #[serde(flatten)]
     pub shared: Map<String, Value>,
-    /// What the server says about the requests' times, with `--explain`.
+    /// The server's explanations of the requests' times, with `--explain`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub explanations: Vec<RequestExplanation>,
     pub samples: Samples,

@@ -29,8 +29,8 @@ pub enum Accepts {
     Every,
     /// Calls to this address.
     Address(String),
-    /// Calls signed for this random name, which callers learn from the first answer. For a process that does not know
-    /// the names by which callers dial it.
+    /// Calls signed for this random name, which callers get from the first answer. For a process that callers dial by
+    /// names that are not in its configuration.
     Instance(String),
 }
 

@@ -140,7 +140,7 @@ pub enum ExpectedPeer {
     DecodeNode,
     /// The end of a KV link that accepts it.
     KvReceiver,
-    /// A process of a node of several: the head, or one that joins it.
+    /// A process of a node with several processes: the head, or a follower.
     NodeProcess,
     /// The end of a KV link that dials. `baton doctor --peer` sends KV with an operator's certificate.
     KvSender,

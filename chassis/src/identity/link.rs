@@ -30,7 +30,7 @@ pub async fn dial(world: &World, addr: &str) -> io::Result<Stream> {
     prove(world, world.net().connect(addr).await?).await
 }
 
-/// Connects to the first process of a node of several, as [`dial`] does to a receiver of KV.
+/// Connects to the head of a node with several processes, as [`dial`] does to a receiver of KV.
 pub async fn dial_head(world: &World, addr: &str) -> io::Result<Stream> {
     prove_to_head(world, world.net().connect(addr).await?).await
 }

@@ -1,7 +1,7 @@
 //! TLS between processes: each end shows a certificate of the cluster's CA, and checks the other's name and role.
 //!
 //! [`Tls`] holds the content of the `[tls]` files and takes over changed files for new connections.
-//! docs/decisions/0026 tells what a certificate proves, and what the cluster's secret still does.
+//! docs/decisions/0026 explains what a certificate proves, and what the cluster's secret still proves.
 
 mod files;
 mod refused;
@@ -127,8 +127,8 @@ impl Tls {
     /// Takes over changed files until the future is dropped. Running connections go on. Files with an error change
     /// nothing, and are logged once.
     ///
-    /// Files that are replaced one after another do not match for a moment, so an error is logged only if it is there
-    /// at two looks.
+    /// Files that are replaced one after another do not match for a moment, so an error is logged only if two
+    /// readings find it.
     pub async fn follow(self, world: World) {
         let Some(files) = self.0.files.clone() else { return };
         let mut wrong = FailedReload::default();
@@ -159,7 +159,7 @@ impl Tls {
     }
 }
 
-/// The error at the last looks, and how often it was seen.
+/// The error of the last readings, and how often it was found.
 #[derive(Default)]
 struct FailedReload {
     text: String,
@@ -173,7 +173,7 @@ impl FailedReload {
         }
         self.looks = self.looks.saturating_add(1);
         if self.looks == 2 {
-            error!(error = self.text, "certificates not reloaded, the previous ones stay in force");
+            error!(error = self.text, "certificates were not reloaded, the previous ones stay in use");
         }
     }
 }

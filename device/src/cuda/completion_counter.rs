@@ -10,7 +10,7 @@ use cudarc::driver::{CudaContext, CudaEvent, CudaStream};
 use super::CudaError;
 use super::host_words::HostWords;
 
-/// The number of reads of the word between two queries of the driver. The driver alone knows that a GPU has
+/// The number of reads of the word between two queries of the driver. Only the driver reports that a GPU has
 /// failed, but a query takes some hundred microseconds.
 const READS_PER_QUERY: u32 = 4096;
 

@@ -2,8 +2,8 @@
 //! Numbers from another process for the steps of GPUs, in a ring of places in page-locked memory.
 //!
 //! The host writes a place and raises the place's flag. Streams wait for the flag and fetch the place, so a step can be
-//! launched before its numbers have come. A place may be written again when the steps that fetched it have ended, which
-//! the caller ensures.
+//! launched before its numbers have arrived. A place may be written again when the steps that fetched it have ended,
+//! which the caller ensures.
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -17,8 +17,8 @@ use super::buffer::{Element, ViewMut};
 use super::staging::PinnedBytes;
 use super::{Card, CudaError, HostWords};
 
-/// This added to a flag lets all streams pass. A stream compares the difference of two numbers with zero, so numbers may
-/// wrap.
+/// This number, added to a flag, releases all waiting streams. A stream compares the difference of two numbers with
+/// zero, so numbers may wrap.
 const PASS: u32 = 1 << 30;
 
 /// The host's end of a ring.
@@ -78,7 +78,7 @@ impl<T: Element> HostOutbox<T> {
         ring.flags.words()[place].fetch_add(1, Ordering::Release);
     }
 
-    /// Lets all streams pass that wait or will wait. What they fetch is not valid.
+    /// Releases all streams that wait or will wait. The numbers that they fetch are not valid.
     pub fn release(&self) {
         self.ring.release();
     }
@@ -132,7 +132,7 @@ impl<T: Element> HostInbox<T> {
         .map_err(CudaError::during("copy to the GPU"))
     }
 
-    /// Lets all streams pass that wait or will wait. What they fetch is not valid.
+    /// Releases all streams that wait or will wait. The numbers that they fetch are not valid.
     pub fn release(&self) {
         self.ring.release();
     }

@@ -36,7 +36,7 @@ unsafe impl Sync for DomainHandle {}
 /// The access rights to a region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Rights {
-    /// This side alone uses the memory, to send from it.
+    /// Only this side uses the memory, to send from it.
     Own,
     /// Peers with the region's key may write anywhere in it.
     PeersWrite,

@@ -26,14 +26,14 @@ pub trait StageMates: Debug + Send + Sync + 'static {
     /// exchange the same number of times.
     fn exchange(&self, mine: Bytes) -> Result<Vec<Bytes>, StageLost>;
 
-    /// Returns whether one of them is lost. For ranks that exchange nothing: an exchange tells it by itself.
+    /// Returns whether one of them is lost. For ranks that exchange nothing: an exchange fails by itself.
     fn is_lost(&self) -> bool;
 }
 
 /// What joins the ranks of one stage that are in several processes.
 #[derive(Clone, Debug)]
 pub struct StageRanks {
-    /// On processors, ranks exchange their results with these. On GPUs they only tell whether one is lost.
+    /// On processors, ranks exchange their results with these. On GPUs they only report whether one is lost.
     pub mates: Arc<dyn StageMates>,
     /// On GPUs, ranks find each other by this id, and add up their results.
     pub sums_id: Bytes,

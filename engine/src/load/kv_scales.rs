@@ -2,8 +2,8 @@
 //!
 //! The tool that wrote the checkpoint has measured which scale brings the numbers into the range of FP8. Here a scale is rounded
 //! up to a power of two, and becomes a part of the weights: the weights of keys are divided by it and those of queries
-//! multiplied, the weights of values are divided and those of the output multiplied. Powers of two round no number. So neither
-//! attention nor a transfer knows of scales.
+//! multiplied, the weights of values are divided and those of the output multiplied. Powers of two round no number. So
+//! attention and transfers need no scales.
 
 use std::ops::RangeInclusive;
 
@@ -63,7 +63,7 @@ impl<'a> KvScaled<'a> {
         let Some((LayerScales { keys, values }, part)) = of_layer else { return 1.0 };
         match (part, self.has_head_norms) {
             ("q_norm.weight", true) | ("q_proj.weight" | "q_proj.bias", false) => *keys,
-            // A norm undoes what is before it.
+            // A norm removes a factor of its input.
             ("k_norm.weight", true) | ("k_proj.weight" | "k_proj.bias", false) => keys.recip(),
             ("v_proj.weight" | "v_proj.bias", _) => values.recip(),
             ("o_proj.weight", _) => *values,

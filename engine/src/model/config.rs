@@ -241,7 +241,7 @@ impl ModelConfig {
             mixture,
             n_prediction_layers: _,
             eos_tokens: _,
-            // What follows from it is a part of its own: see `ActivationFormat::added_to`.
+            // The fingerprint of the weights has it: see `ActivationFormat::added_to`.
             activations: _,
             has_block_scales: _,
             // The fingerprint of the weights has them.

@@ -90,7 +90,7 @@ fn of_compressed_tensors(config: &Value) -> Result<ActivationFormat, String> {
     if config.get("sparsity_config").is_some_and(|sparsity| !is_dense(sparsity)) {
         return Err("quantization_config: sparsity_config is not implemented".to_owned());
     }
-    // They rotate weights and activations, and one without the other computes something else.
+    // They rotate weights and activations. Rotating only one of the two changes the results.
     if config.get("transform_config").is_some_and(|transforms| !is_empty(transforms)) {
         return Err("quantization_config: transform_config is not implemented".to_owned());
     }

@@ -93,7 +93,7 @@ impl StepMasks {
         words.iter().zip(mask).for_each(|(word, bits)| word.store(bits, Ordering::Relaxed));
     }
 
-    /// Tells the GPUs that all masks of this step and of earlier steps are written.
+    /// Signals the GPUs that all masks of this step and of earlier steps are written.
     pub fn release(&self) {
         self.masks.words.words()[0].store(self.step, Ordering::Release);
     }

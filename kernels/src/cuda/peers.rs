@@ -75,7 +75,7 @@ pub struct Peers {
     pub(super) together: CommonParams,
     /// The number of pushes of each packet, counted by the GPU.
     rounds: Buffer<u32>,
-    /// The current round of the flags, and whether the GPU knows of a lost rank.
+    /// The current round of the flags, and whether this GPU has found a lost rank.
     pub(super) turn: Buffer<u32>,
     inboxes: OfRanks,
     pub(super) flags: OfRanks,
@@ -90,7 +90,7 @@ pub struct Peers {
     _all: Arc<[Inbox]>,
 }
 
-/// Tells whether a GPU has waited for another one until the time limit. Cheap to clone.
+/// Reports whether a GPU has waited for another one until the time limit. Cheap to clone.
 #[derive(Clone, Debug)]
 pub struct LostFlag(Arc<HostWords>);
 
@@ -233,7 +233,7 @@ impl LostFlag {
         self.0.words()[0].load(Ordering::Acquire) != 0
     }
 
-    /// Tells all GPUs that a rank is lost, so that they stop waiting.
+    /// Signals all GPUs that a rank is lost, so that they stop waiting.
     pub fn raise(&self) {
         self.0.words()[0].store(1, Ordering::Release);
     }

@@ -108,7 +108,8 @@ impl Progress {
         Claim::Write
     }
 
-    /// Returns the bytes that have come, and the time from the first one until now; no time if nothing was sent.
+    /// Returns the number of received bytes, and the time from the first one until now; no time if nothing was
+    /// sent.
     pub(super) fn moved(&self) -> (u64, Duration) {
         (self.bytes, self.first_byte.map(|first| first.elapsed()).unwrap_or_default())
     }

@@ -96,7 +96,7 @@ impl LandOrder {
         bytes
     }
 
-    /// Reads an order. Refuses bytes that are no order, and allocates no more than they are.
+    /// Reads an order. Refuses bytes that are no order, and allocates no more than their length.
     pub fn decode(bytes: &[u8]) -> Result<Self, TransferError> {
         let mut fields = Reader::new(bytes);
         let (transfer, link) = (TransferId(fields.u128()?), fields.u64()?);

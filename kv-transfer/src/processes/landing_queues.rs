@@ -9,7 +9,7 @@ use types::TransferId;
 use super::land_order::{LandingEvent, LandingReport};
 use crate::error::TransferError;
 
-/// Limit of reports of one landing that nothing has read yet. Most of them are pages that arrived wrong.
+/// Limit of unread reports of one landing. Most of them are pages that arrived wrong.
 const REPORTS_QUEUED_MAX: usize = 1024;
 /// The room of a queue that is kept for the failure of its landing and for the last report.
 const LAST_REPORTS: usize = 2;
@@ -28,7 +28,8 @@ struct Queues {
 }
 
 impl LandingQueues {
-    /// Begins the queue of a landing, before the follower is told of it. The queue ends at once if the follower is lost.
+    /// Begins the queue of a landing, before the follower gets the order. The queue ends at once if the follower is
+    /// lost.
     pub fn begin(&self, transfer: TransferId) -> mpsc::Receiver<LandingEvent> {
         let (queue, reports) = mpsc::channel(REPORTS_QUEUED_MAX);
         let mut queues = self.queues();
@@ -38,8 +39,8 @@ impl LandingQueues {
         reports
     }
 
-    /// Queues a report. The last one ends its queue. One too many fails the landing, and its queue still gets the last
-    /// one, because the follower may write until then.
+    /// Queues a report. The last one ends its queue. A report above the limit fails the landing. Its queue still gets
+    /// the last report, because the follower may write until then.
     pub fn take(&self, report: LandingReport) {
         let LandingReport { transfer, event } = report;
         let mut queues = self.queues();

@@ -3,8 +3,8 @@
 //!
 //! One process, the head, opens and grants landings and does all bookkeeping of transfers. The other processes, the
 //! followers, send and receive their pages themselves. A follower sends over a further stream of the head's
-//! link, frame by frame as the head orders. A sender makes further streams to each follower of the receiver, and the head
-//! tells the follower which blocks each landing has.
+//! link, frame by frame as the head orders. A sender makes further streams to each follower of the receiver, and the
+//! head sends the follower the blocks of each landing.
 //!
 //! The KV of such a node goes over tcp.
 
@@ -27,7 +27,7 @@ pub use self::put_order::PutOrder;
 pub(crate) use self::put_order::an_order;
 use crate::error::TransferError;
 
-/// The other processes of a node of several, seen from the head.
+/// The followers of a node with several processes, as the head calls them.
 ///
 /// The connector calls it from the tasks of all its links. Each method may be called from many tasks at once.
 #[async_trait]

@@ -22,7 +22,7 @@ use super::error::GroupError;
 const MESSAGE_BYTES_MAX: usize = 1 << 30;
 /// The bytes before a message: its length, and its number.
 const HEADER_BYTES: usize = size_of::<u32>() + size_of::<u64>();
-/// The least bytes for which memory is taken before they have come.
+/// The smallest number of bytes that the buffer of received bytes grows by.
 const READ_BYTES: usize = 64 << 10;
 /// Limit of messages that wait to be written, whose senders wait for room.
 pub(super) const QUEUED_MAX: usize = 256;
@@ -34,7 +34,7 @@ const ALIVE_EVERY: Duration = Duration::from_secs(1);
 /// A side that sends nothing for this long is lost, and so is one that reads nothing.
 pub(super) const SILENT_MAX: Duration = Duration::from_secs(5);
 
-/// A message, and bytes that belong to its end and are not copied.
+/// A message, and bytes that follow it as its end, without a copy.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Written {
     pub(super) message: Vec<u8>,
@@ -81,7 +81,7 @@ struct WaitingMessage {
     _room: Option<OwnedSemaphorePermit>,
 }
 
-/// Why a message was not taken.
+/// Why a message was not accepted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum NotSent {
     /// The connection has ended.
@@ -96,7 +96,7 @@ pub(super) struct MessageReader {
     half: StreamReader,
     /// The number of the next message.
     number: u64,
-    /// What has come and is not read yet.
+    /// The bytes that have arrived and are not read yet.
     come: BytesMut,
 }
 
@@ -105,8 +105,9 @@ impl MessageReader {
         Self { half, number: 0, come: BytesMut::new() }
     }
 
-    /// Waits for the next message. Fails if nothing comes for [`SILENT_MAX`], or if a message was lost or comes twice. So
-    /// each heartbeat proves that all messages before it have come. Cancel-safe. Bytes in the message are not copied.
+    /// Waits for the next message. Fails if nothing arrives for [`SILENT_MAX`], or if a message was lost or repeated.
+    /// So each heartbeat proves that all messages before it have arrived. Cancel-safe. Bytes in the message are not
+    /// copied.
     pub(super) async fn next<M: proto::Message + Default>(&mut self) -> Result<M, GroupError> {
         loop {
             if let Some(body) = self.whole_message()? {
@@ -118,17 +119,19 @@ impl MessageReader {
         }
     }
 
-    /// Takes the next message if all of it has come.
+    /// Takes the next message if all of it has arrived.
     fn whole_message(&mut self) -> Result<Option<Bytes>, GroupError> {
         let Some((header, _)) = self.come.split_first_chunk::<HEADER_BYTES>() else { return Ok(None) };
         let mut header = &header[..];
         let (length, number) = (header.get_u32_le() as usize, header.get_u64_le());
         if length > MESSAGE_BYTES_MAX {
-            return Err(GroupError::Lost(format!("a message of {length} bytes is longer than any may be")));
+            return Err(GroupError::Lost(format!(
+                "a message of {length} bytes is longer than the limit of {MESSAGE_BYTES_MAX}"
+            )));
         }
         if number != self.number && guards::stands(Guard::MessageNumber) {
             let expected = self.number;
-            return Err(GroupError::Lost(format!("message {number} has come instead of message {expected}")));
+            return Err(GroupError::Lost(format!("message {number} arrived instead of message {expected}")));
         }
         if self.come.len() < HEADER_BYTES + length {
             return Ok(None);
@@ -139,7 +142,7 @@ impl MessageReader {
     }
 
     async fn read_more(&mut self) -> Result<(), GroupError> {
-        // More memory is taken only when what there is has been filled: as much as has come.
+        // The buffer grows only when it is full. It then doubles at most.
         if self.come.len() == self.come.capacity() {
             self.come.reserve(self.come.len().max(READ_BYTES));
         }
@@ -181,12 +184,13 @@ impl Outgoing {
         }
     }
 
-    /// Sends a message for those who may not wait. There is a long queue for their messages.
+    /// Sends a message for a caller that may not wait. A long queue holds such messages.
     pub(super) fn send_now(&self, message: Written) -> Result<(), NotSent> {
         self.put(message, None)
     }
 
-    /// Takes a message, and writes it if none waits before it. An error is left to the task, which meets it again.
+    /// Takes a message, and writes it if none waits before it. An error is left to the writing task, which gets it
+    /// too.
     fn put(&self, message: Written, room: Option<OwnedSemaphorePermit>) -> Result<(), NotSent> {
         let mut line = self.line();
         let is_first = line.waiting.is_empty();

@@ -46,7 +46,7 @@ pub(super) enum JoinAttempt {
     Refused(String),
 }
 
-/// A request to join that has no place.
+/// A request to join with a place that is taken or does not exist.
 #[derive(Debug)]
 struct Misplaced {
     why: String,
@@ -93,7 +93,7 @@ impl Entrance {
         let (mut reader, (out, writing)) = (MessageReader::new(reader), outgoing(writer));
         let first: v1::FromFollower = reader.next().await.map_err(|error| no_request(&error.to_string()))?;
         let Some(OfFollower::Join(join)) = first.message else {
-            return Err(no_request("its first message is another one"));
+            return Err(no_request("its first message is not a request to join"));
         };
         let v1::Join { place, n_blocks, settings } = join;
         let place = place as usize;
@@ -126,7 +126,7 @@ impl Entrance {
         let mut processes = self.processes.lock().unwrap_or_else(PoisonError::into_inner);
         let (place, n_places) = (request.place, processes.len());
         let why = match processes.get_mut(place) {
-            None if n_places == 0 => "this node ends".to_owned(),
+            None if n_places == 0 => "this node is ending".to_owned(),
             None => {
                 format!("place {place} is none of the {n_places} of other processes: `--place` counts from 0")
             }
@@ -144,7 +144,7 @@ impl Entrance {
     }
 }
 
-/// Says what differs between the head and a process at `from`, and what to do.
+/// Names the difference between the head and a process at `from`, and what to do.
 fn difference(ours: &Fingerprint, theirs: &Fingerprint, from: SocketAddr) -> Option<String> {
     let differences = ours.differences(theirs, |name, ours, theirs| {
         format!("{name} is {ours} at the head and {theirs} at {from}")
@@ -157,7 +157,8 @@ fn difference(ours: &Fingerprint, theirs: &Fingerprint, from: SocketAddr) -> Opt
     (!differences.is_empty()).then(|| format!("{}: {advice}", differences.join("; ")))
 }
 
-/// What connects is no follower, or one that this version cannot read.
+/// The error of a connection that is not from a follower, or from one whose messages this version cannot
+/// read.
 fn no_request(why: &str) -> GroupError {
     GroupError::Lost(format!(
         "it has sent no request to join ({why}): `baton rank` needs the same executable, `cluster.secret_file` and \

@@ -16,7 +16,7 @@ pub enum GroupError {
     NoHead { addr: String, within: Duration, source: io::Error },
     #[error("the head at {addr} refuses this process: {why}")]
     Refused { addr: String, why: String },
-    /// What listens there is no head, or one of another cluster or version.
+    /// The process that listens there is no head, or a head of another cluster or version.
     #[error(
         "no head answers at {addr} ({why}): `--of` needs `expert.model.join` of a head with the same executable, `cluster.secret_file` and certificates as this process"
     )]

@@ -33,7 +33,7 @@ use super::messages::{
 use super::{Prepared, blocking, prepare};
 use crate::config::NodeConfig;
 
-/// What a follower is made of.
+/// The inputs of a follower.
 #[derive(Debug)]
 pub struct FollowerParts<'a> {
     pub world: World,
@@ -50,7 +50,7 @@ pub struct FollowerParts<'a> {
 
 /// Joins the head, and computes until the head is gone, which is an error.
 ///
-/// With `shutdown` the head is told to drain, and computes its last prompts with this process. The drain takes at most
+/// On `shutdown` the head is asked to drain, and computes its last prompts with this process. The drain takes at most
 /// the head's time for it.
 pub async fn follow(parts: FollowerParts<'_>, shutdown: Shutdown) -> Result<(), GroupError> {
     let drain = parts.config.drain + SILENT_MAX;
@@ -100,7 +100,7 @@ async fn follow_until_lost(parts: FollowerParts<'_>, shutdown: &Shutdown) -> Res
     };
     let stopping = async {
         shutdown.wait().await;
-        info!("process tells its head to drain");
+        info!("process asks its head to drain");
         parts.readiness.set_unready("draining");
         let stopping = from_follower(OfFollower::Stopping(v1::Stopping {}));
         out.send(stopping).await.map_err(gone)?;

@@ -27,7 +27,7 @@ use super::messages::{OfFollower, OfHead, from_head, input_message, results, ste
 const LOAD_WITHIN: Duration = Duration::from_secs(1800);
 /// The longest time for which one step is computed.
 const STEP_WITHIN: Duration = Duration::from_secs(600);
-/// Limit of events of steps that nothing has read yet: a step has one for each layer and a last one.
+/// Limit of unread events of steps: a step has one for each layer and a last one.
 const EVENTS_MAX: usize = 8192;
 
 /// A follower, as the head sees it.
@@ -70,7 +70,7 @@ enum StageEvent {
     Output(v1::StageOutput),
 }
 
-/// Where the reader of a connection puts what it has read. Dropping it ends all waits of the process.
+/// The queues into which the reader of a connection puts messages. Dropping it ends all waits of the process.
 #[derive(Debug)]
 struct Inbox {
     loaded: SyncSender<StageWeights>,
@@ -214,7 +214,8 @@ impl JoinedProcess {
         self.order(OfHead::CloseLink(v1::CloseLink { link }));
     }
 
-    /// Returns what the connection of the columns is made of: see [`mates::connect`](super::mates::connect).
+    /// Returns this follower as a member of the exchange of columns: see
+    /// [`mates::connect`](super::mates::connect).
     pub(super) fn member(&self) -> Member<'_> {
         Some((&self.out, &self.relay))
     }
@@ -236,7 +237,7 @@ impl JoinedProcess {
         self.order(OfHead::EndKv(v1::EndKv { link, transfer }));
     }
 
-    /// Makes the follower send some pages, and waits until it has.
+    /// Makes the follower send some pages, and waits until they are sent.
     pub(super) async fn put(&self, order: &PutOrder) -> Result<(), TransferError> {
         let id = self.n_puts.fetch_add(1, Ordering::Relaxed);
         let (waiting, sent) = oneshot::channel();

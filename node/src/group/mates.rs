@@ -14,7 +14,7 @@ use super::messages::{OfFollower, OfHead, from_follower, from_head};
 
 /// The time for which ranks wait for the columns of another process. They have equal work.
 const COLUMNS_WITHIN: Duration = Duration::from_secs(60);
-/// Limit of columns of one process that nothing has read yet. A process is at most one exchange ahead of another.
+/// Limit of unread columns of one process. A process is at most one exchange ahead of another.
 const COLUMNS_MAX: usize = 2;
 
 /// Takes the columns of the other processes of a stage to the ranks of this one.
@@ -49,7 +49,7 @@ impl ColumnsIn {
         let queue = queues.get(from).and_then(Option::as_ref);
         let queue = queue.ok_or_else(|| lost("columns of a process that its stage does not have"))?;
         match queue.try_send(columns) {
-            // Without a reader, this process computes nothing any more.
+            // Without a reader, this process has stopped computing.
             Ok(()) | Err(TrySendError::Disconnected(_)) => Ok(()),
             Err(TrySendError::Full(_)) => Err(lost("columns that no rank waits for")),
         }

@@ -15,7 +15,7 @@ use super::error::GroupError;
 pub(super) use v1::from_follower::Message as OfFollower;
 pub(super) use v1::from_head::Message as OfHead;
 
-/// Where messages have rows, which are many bytes.
+/// The fields of messages that have rows, which are large.
 const ROWS_OF_INPUT: EndField = EndField { message: 3, bytes: 3 };
 const ROWS_OF_OUTPUT: EndField = EndField { message: 4, bytes: 2 };
 

@@ -2,8 +2,9 @@
 //!
 //! The head computes the last stage, or its first ranks. It schedules, answers, announces the node, and opens and grants
 //! landings. Each follower computes its share, and sends and receives the KV of its layers and ranks itself. There is one
-//! connection for each follower, over which ranks of one stage also exchange columns on processors. If it ends, or is silent
-//! for too long, the node ends: its requests go on elsewhere. See `docs/decisions/0033-one-process-speaks-for-a-node.md`.
+//! connection for each follower, over which ranks of one stage on CPUs also exchange columns. If it ends, or is silent
+//! for too long, the node ends: its requests continue on other nodes. See
+//! `docs/decisions/0033-one-process-speaks-for-a-node.md`.
 //!
 //! Suggested reading order: the connection, the messages, the entrance, the head, the follower, the exchange (`mates`).
 

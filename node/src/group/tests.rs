@@ -90,7 +90,7 @@ async fn a_peer_that_sends_no_messages_is_lost() {
     assert_eq!(error_after(&[]).await, "it was silent for 5 s");
     assert_eq!(error_after(&numbered(0, 9, &[1])).await, "it was silent for 5 s");
     let too_long = error_after(&numbered(0, u32::MAX, &[])).await;
-    assert_eq!(too_long, "a message of 4294967295 bytes is longer than any may be");
+    assert_eq!(too_long, "a message of 4294967295 bytes is longer than the limit of 1073741824");
     let error = error_after(&numbered(0, 1, &[0xFF])).await;
     assert!(error.starts_with("a message cannot be read: "), "{error}");
 }
@@ -104,7 +104,7 @@ fn numbered(number: u64, length: u32, body: &[u8]) -> Vec<u8> {
 async fn a_message_that_is_not_the_next_one_ends_the_connection() {
     for (number, expected) in [(1, 0), (u64::MAX, 0)] {
         let error = error_after(&numbered(number, 0, &[])).await;
-        assert_eq!(error, format!("message {number} has come instead of message {expected}"));
+        assert_eq!(error, format!("message {number} arrived instead of message {expected}"));
     }
     let (ours, theirs) = tokio::io::duplex(1 << 16);
     let (reader, _kept) = Stream::other(ours).into_split();
@@ -118,7 +118,7 @@ async fn a_message_that_is_not_the_next_one_ends_the_connection() {
         reader.next::<v1::FromHead>().await.expect("the next one");
     }
     let error = reader.next::<v1::FromHead>().await.expect_err("a message twice");
-    assert_eq!(error.to_string(), "message 1 has come instead of message 2");
+    assert_eq!(error.to_string(), "message 1 arrived instead of message 2");
 }
 
 #[tokio::test(start_paused = true)]

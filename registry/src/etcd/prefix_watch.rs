@@ -21,7 +21,7 @@ pub(super) struct PrefixWatch {
     _client: EtcdClient,
 }
 
-/// What errors say that the process was doing.
+/// The operations that errors name.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Operations {
     pub(super) read: &'static str,
@@ -30,9 +30,9 @@ pub(super) struct Operations {
 }
 
 impl PrefixWatch {
-    /// Reads all keys and watches from their revision on, so the changes may begin with the last ones that were read. (etcd
-    /// tells no progress of a watch that begins in the future.) If etcd compacts its history in between, the watch ends with
-    /// an error, and the caller opens another.
+    /// Reads all keys and watches from their revision on, so the changes may begin with the last ones that were read.
+    /// (etcd reports no progress of a watch that begins in the future.) If etcd compacts its history in between, the
+    /// watch ends with an error, and the caller opens another.
     pub(super) async fn open(
         settings: &EtcdSettings,
         prefix: &str,

@@ -1,5 +1,5 @@
-//! A prefill and a decode server that speak SGLang's protocol. They meet in the request's room: a decode server
-//! whose request had no prefill answers 500.
+//! A prefill and a decode server that speak SGLang's protocol. They find each other by the request's
+//! `bootstrap_room`: a decode server whose request had no prefill answers 500.
 
 use std::cell::RefCell;
 use std::collections::HashSet;
@@ -23,7 +23,7 @@ enum Leg {
     Decode,
 }
 
-/// The rooms whose prompts are computed and whose KV no decode server has fetched.
+/// The bootstrap rooms whose prompts are computed and whose KV no decode server has fetched.
 #[derive(Default)]
 struct Rooms {
     open: RefCell<HashSet<u64>>,

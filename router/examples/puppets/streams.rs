@@ -1,4 +1,5 @@
-//! Clients that keep many streams open at once, and measure the way of each token from a decode puppet to its client.
+//! Clients that keep many streams open at once, and measure the time that each token takes from a decode puppet to
+//! its client.
 //!
 //! The token's id is the time at which the puppet sent it, on this machine's clock.
 
@@ -116,7 +117,7 @@ async fn follow(
         if place.is_some() && !read.starts_with(b"HTTP/1.1 200") {
             return Err(String::from_utf8_lossy(&read).into_owned());
         }
-        // An event is written whole; the rest of one that is not waits for the next read.
+        // Only complete events are parsed. The rest of an incomplete one waits for the next read.
         let Some(end) = read.windows(2).rposition(|two| two == b"\n\n") else { continue };
         let sent = times(&read[..end]);
         read.drain(..end);

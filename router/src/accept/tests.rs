@@ -177,7 +177,7 @@ async fn errors_of_bad_values_name_their_field() {
         (|params| params.presence_penalty = Some(3.0), "presence_penalty: from -2 to 2, not 3"),
         (|params| params.frequency_penalty = Some(-3.0), "frequency_penalty: from -2 to 2, not -3"),
         (|params| params.logprobs = Some(21), "top_logprobs: from 0 to 20, not 21"),
-        (|params| params.min_tokens = 91, "min_tokens: 91 are more than the 90 at most"),
+        (|params| params.min_tokens = 91, "min_tokens: 91 is more than the answer's limit of 90 tokens"),
         (
             |params| params.logit_bias = vec![(TokenId(261), 1.0)],
             "logit_bias: token 261 is not in the vocabulary of 261",
@@ -204,7 +204,7 @@ async fn prompts_are_bounded() {
     for (inputs, expected) in [
         (vec![], "prompt: from 1 to 32 prompts, not 0"),
         (vec![tokens(1); 33], "prompt: from 1 to 32 prompts, not 33"),
-        (vec![tokens(1), vec![]], "prompt: a prompt has at least one token"),
+        (vec![tokens(1), vec![]], "prompt: the prompt is empty: it needs at least one token"),
         (vec![vec![TokenId(261)]], "prompt: token 261 is not in the vocabulary of 261"),
         (vec![tokens(100)], "the prompt has 100 tokens, which leaves no room in the model's context of 100"),
     ] {

@@ -27,8 +27,8 @@ use super::terms::{AdmissionTerms, Shedding};
 /// One of this many admissions goes to the oldest prompt, if it has aged.
 pub(super) const AGED_EVERY: u32 = 16;
 
-/// The share of a predicted wait that the line's rate gives. The rest is a margin: under overload every admitted prompt
-/// is close to its objective, and without the margin half of them would miss it.
+/// Predicted waits are divided by this factor, as a margin: under overload every admitted prompt is close to its
+/// objective, and without the margin half of them would miss it.
 const WAIT_MARGIN: f64 = 0.9;
 
 /// A prompt that waits, or that wants to.
@@ -186,7 +186,7 @@ impl Line {
         self.rate.advance(now, self.waiting.len());
     }
 
-    /// Checks whether a waiting ticket that could be served now still holds its objective.
+    /// Checks whether a waiting ticket that could be served now still meets its objective.
     pub(super) fn check_again(
         &self,
         id: TicketId,
@@ -251,7 +251,7 @@ impl Line {
         if n_inside > max { Err(format!("{n_inside} tickets in a line of {max}")) } else { Ok(()) }
     }
 
-    /// Checks that the objective is held if the prompt waits for `wait` from now.
+    /// Checks that the objective is met if the prompt waits for `wait` from now.
     fn check(
         &self,
         prompt: &WaitingPrompt,

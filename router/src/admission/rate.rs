@@ -10,7 +10,7 @@ const MEMORY: Duration = Duration::from_secs(10);
 /// The time that prompts must have waited before there is a rate.
 const KNOWN_AFTER: Duration = Duration::from_millis(250);
 
-/// The work served per second while prompts wait. Time in which no prompt waits says nothing about it.
+/// The work served per second while prompts wait. Time without waiting prompts does not count.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct ServiceRate {
     work: f64,
@@ -20,7 +20,7 @@ pub(super) struct ServiceRate {
 }
 
 impl ServiceRate {
-    /// Counts the time up to `now`. From `now` on prompts wait, or none does.
+    /// Counts the time up to `now`. `n_waiting` prompts wait from `now` on.
     pub(super) fn advance(&mut self, now: Instant, n_waiting: usize) {
         if let Some(since) = self.waiting_since {
             let busy = now.saturating_duration_since(since).as_secs_f64();

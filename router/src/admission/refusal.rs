@@ -78,7 +78,7 @@ impl LineRefusal {
         Self::new(RefusalReason::LateFirstToken, first_token - longest, words)
     }
 
-    /// The prompt has waited until its objective could not be held.
+    /// The prompt has waited until its objective could not be met.
     pub(super) fn missed_first_token(waited: Duration, longest: Duration, retry_after: Duration) -> Self {
         let words = format!(
             "the request waited for {} ms, and its first token would be later than the objective of {} ms",

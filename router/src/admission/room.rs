@@ -1,7 +1,7 @@
 //! Whether nodes have room for a prompt: KV room, and a short queue of prompts to compute.
 //!
-//! Nodes' reports and assigned work say it. Admitted prompts that are not assigned to a node yet count besides, as
-//! [`UnassignedAdmission`], so that one room is not given twice.
+//! The decision uses nodes' reports and their assigned work. Admitted prompts that have no node yet count too, as
+//! [`UnassignedAdmission`], so that the same room is not given twice.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -95,8 +95,8 @@ impl RoomQuestion<'_> {
         room(prefill.filter(|_| is_received(decode)), Some(decode))
     }
 
-    /// Predicts the times of the prompt on the nodes that serve it soonest, after its admission: a queue is never longer
-    /// than admission lets it be.
+    /// Predicts the times of the prompt after its admission, on the nodes that serve it soonest. A queue counts as at
+    /// most [`QUEUE_MS_MAX`], because admission keeps it below.
     pub(super) fn predicted(&self) -> PredictedService {
         let token_ms = self.view.token_ms();
         let first_ms = |node: &NodeView| {

@@ -1,4 +1,5 @@
-//! Waits until a predicted move has stood for its whole time, and after every change of roles.
+//! Delays a predicted move until the prediction was the same for the configured time, and pauses after every
+//! change of roles.
 
 use std::collections::BTreeMap;
 

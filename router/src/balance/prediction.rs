@@ -10,7 +10,7 @@ use types::{NodeId, NodeLoad, PromptWork, Role};
 
 use super::demand::Demand;
 
-/// The load from which the nodes do not serve the demand. Below it no node is moved.
+/// The load at and above which nodes cannot serve the demand. Below it no node is moved.
 const OVERLOADED: f64 = 1.0;
 
 /// The most streams of a decode node that count, because the costs of larger steps are not known.

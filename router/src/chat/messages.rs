@@ -41,7 +41,7 @@ fn checked_message(
     Ok(message)
 }
 
-/// Converts a role. `developer` is the newer name of `system`; templates do not know it.
+/// Converts a role. `developer` is the newer name of `system`; templates do not have it.
 fn role(path: &str, role: Option<&Value>) -> Result<&'static str, AcceptError> {
     let param = || format!("{path}.role");
     match role {

@@ -19,7 +19,7 @@ struct Shares {
     unreported: BTreeMap<u64, Share>,
     n_made: u64,
     sum: Unreported,
-    /// The times at which streams have ended that the last report may still have.
+    /// The end times of streams that the last report may still include.
     ended: Vec<Instant>,
 }
 
@@ -30,7 +30,7 @@ struct Share {
     sent: Option<Instant>,
 }
 
-/// What has changed since a node's last report: prompts that it does not include, what is to be computed of them, and
+/// What has changed since a node's last report: prompts that it does not include, their tokens to compute, and
 /// streams that have ended.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Unreported {
@@ -40,7 +40,7 @@ pub(super) struct Unreported {
     pub(super) n_ended: u32,
 }
 
-/// A stream on a decode node. Its drop tells the view of the node that the stream has ended.
+/// A stream on a decode node. Its drop records in the view of the node that the stream has ended.
 #[derive(Debug)]
 pub struct RunningStream {
     work: Arc<AssignedWork>,
@@ -94,7 +94,8 @@ impl AssignedWork {
         Unreported { n_ended: shares.ended.len() as u32, ..shares.sum }
     }
 
-    /// Applies a report that was made at `made`, and has all prompts which were sent to the node by `includes`.
+    /// Applies a report that was made at `made`, and includes all prompts that were sent to the node up to
+    /// `includes`.
     pub(super) fn reported(&self, made: Instant, includes: Instant) {
         let mut shares = self.shares();
         shares.ended.retain(|ended| *ended > made);

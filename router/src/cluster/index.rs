@@ -113,8 +113,8 @@ impl PrefixIndex {
 
     /// Returns how many leading blocks of a prompt each node has, or is about to have.
     ///
-    /// A node that has a block has the blocks before it, because caches evict the last ones first. So the number is
-    /// found by halving: nodes with equal numbers need a few look-ups together. It is a guess while a node's list
+    /// A node that has a block has the blocks before it, because caches evict the last ones first. So a binary
+    /// search finds the number, and nodes with equal numbers share its look-ups. It is a guess while a node's list
     /// is not complete.
     pub fn matches(&self, hashes: &[BlockHash], now: Instant) -> PrefixMatches {
         let Some(first) = hashes.first() else { return PrefixMatches::default() };

@@ -18,8 +18,9 @@ use crate::policy::NodeView;
 /// The largest age of a load report that counts, in milliseconds. An older report includes what one of this age would.
 const AGE_MS_MAX: f32 = 60_000.0;
 
-/// The time that a prompt may take to the worker of a decode node. A report that was made later includes it. A prefill
-/// node has no such margin: it makes no report during a step, so the prompts in the step would count twice until its end.
+/// The longest time until a prompt that is sent to a decode node reaches its worker. A report that was made later
+/// includes the prompt. A prefill node has no such margin: it makes no report during a step, so the prompts in the step
+/// would count twice until its end.
 const ARRIVES_WITHIN: Duration = Duration::from_millis(50);
 
 /// A node as routing sees it.
@@ -88,13 +89,14 @@ impl RoutableNode {
         now: Instant,
     ) -> NodeAssignment {
         self.last_turn.store(turn, Ordering::Relaxed);
-        // A node keeps no blocks past the narrowest window for other prompts.
+        // Blocks after the narrowest attention window are not cached for other prompts.
         let n_kept = self.info.model.layout.blocks_seen_by_all().unwrap_or(usize::MAX);
         self.blocks.expect(&hashes[..hashes.len().min(n_kept)], now);
         self.assigned.assign(work)
     }
 
-    /// Returns the node as policies see it at `now`. The wait that it has reported has become shorter since.
+    /// Returns the node as policies see it at `now`. The time since its last report is subtracted from the
+    /// wait that it has reported.
     pub(super) fn view(&self, matches: &PrefixMatches, now: Instant) -> NodeView {
         let unreported = self.assigned.unreported();
         let n_cached = self.blocks.n_matched(matches) * u32::from(self.info.model.layout.block_tokens);

@@ -146,7 +146,7 @@ impl Dispatch {
         }
     }
 
-    /// Chooses a decode node for held KV and has the KV sent to it.
+    /// Chooses a decode node for held KV and asks the KV's holder to send it there.
     pub(crate) async fn deliver(
         &self,
         mut held: HeldKv,
@@ -230,8 +230,8 @@ impl Dispatch {
         Ok(decode)
     }
 
-    /// Has the held KV sent to the landing. A prefill node answers when it begins to send, a pool node when
-    /// it has sent all KV.
+    /// Asks the KV's holder to send it to the landing. A prefill node answers when it begins to send, a pool
+    /// node when it has sent all KV.
     async fn send(
         &self,
         held: &HeldKv,

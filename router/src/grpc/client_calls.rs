@@ -17,8 +17,8 @@ use super::{AccessCheck, GrpcApi, InferenceServer, InterceptedService, REQUEST_I
 type Answer = Response<ResponseBody<Body>>;
 type Inner = InterceptedService<InferenceServer<GrpcApi>, AccessCheck>;
 
-/// The service for clients. A message that the library cannot read, as one that is too large, does not reach the API: its
-/// refusal gets a code and the request's id here, and is counted and logged.
+/// The service for clients. A message that the library cannot read, such as one that is too large, does not reach the
+/// API: its refusal gets a code and the request's id here, and is counted and logged.
 #[derive(Clone, Debug)]
 pub struct ClientCalls {
     inner: Inner,

@@ -19,7 +19,7 @@ pub(crate) async fn follow(health: HealthReporter, ready: Arc<dyn Ready>, shutdo
     let mut was_ready = None;
     while !shutdown.requested() {
         let is_ready = ready.ready().is_ok();
-        // A report wakes all that watch.
+        // Every report wakes all watchers, so only changes are reported.
         if was_ready.replace(is_ready) != Some(is_ready) {
             match is_ready {
                 true => health.set_serving::<InferenceServer<GrpcApi>>().await,

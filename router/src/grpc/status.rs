@@ -19,8 +19,8 @@ pub(super) fn of(error: RequestError) -> Status {
     }
 }
 
-/// Returns the code of a call that the gRPC library refuses: its message is too large or late, has an unknown compression,
-/// or is none.
+/// Returns the code of a call that the gRPC library refuses: its message is too large, late, in an unknown compression
+/// or malformed.
 pub(super) fn unread(code: Code) -> http::Code {
     match code {
         Code::OutOfRange | Code::ResourceExhausted => http::Code::BodyTooLarge,

@@ -56,7 +56,7 @@ pub(crate) async fn count_tokens(
     Ok(Json(json!({"input_tokens": tokenize::count(&api, head, body, parse_request).await?})))
 }
 
-/// Converts a request to a chat's.
+/// Converts a request to a chat request.
 fn chat_of(mut fields: Map<String, Value>) -> Result<Map<String, Value>, AcceptError> {
     let mut chat = moved(&mut fields, SAME);
     let mut messages = Vec::new();
@@ -151,7 +151,7 @@ fn add_message(messages: &mut Vec<Value>, path: &str, mut message: Value) -> Res
 fn add_user(messages: &mut Vec<Value>, path: &str, content: Value) -> Result<(), AcceptError> {
     let given = blocks(path, content)?;
     if given.is_empty() {
-        return Err(AcceptError::invalid(path.to_owned(), "a message of a user has a block"));
+        return Err(AcceptError::invalid(path.to_owned(), "a user message needs at least one block"));
     }
     let mut parts = Vec::new();
     for (at, mut block) in given.into_iter().enumerate() {

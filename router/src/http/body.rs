@@ -87,7 +87,7 @@ impl<'a> JsonBody<'a> {
     /// Reads the fields that `T` has.
     pub(crate) fn parse<T: DeserializeOwned>(&self) -> Result<T, HttpError> {
         let read = self.fields.as_deref().and_then(|fields| T::deserialize(FieldReader(fields)).ok());
-        // Reading the whole text again tells the place of an error in it.
+        // On an error the whole text is read again, which finds the error's position.
         read.map_or_else(|| parse(self.text), Ok)
     }
 

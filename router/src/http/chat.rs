@@ -41,7 +41,7 @@ pub(crate) fn parse_request(api: &HttpApi, json: &[u8]) -> Result<ParsedRequest<
     Ok(ParsedRequest { request: chat.asked(model, params)?, options, shape: ChatShape { calls_finish } })
 }
 
-/// The finish reason of an answer that ends with calls. With a named function OpenAI has `stop`.
+/// The finish reason of an answer that ends with calls. With a named function OpenAI sends `stop`.
 const TOOL_CALLS: &str = finish_reason(ChoiceFinish::ToolCalls);
 const NAMED_CALL: &str = finish_reason(ChoiceFinish::Stop);
 

@@ -86,7 +86,7 @@ pub(super) fn kind(object: &Value) -> &str {
     object.get("type").and_then(Value::as_str).unwrap_or_default()
 }
 
-/// Makes the refusal of an object for its type.
+/// Makes the error for an object of a type that is not supported.
 pub(super) fn only(param: String, known: &str, kind: &str) -> AcceptError {
     AcceptError::unsupported(param, format!("only {known}, not `{kind}`"))
 }

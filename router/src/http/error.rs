@@ -213,7 +213,8 @@ impl HttpError {
             _ => "api_error",
         };
         let mut error = serde_json::json!({"type": kind, "message": self.message});
-        // With these details Anthropic's clients send the whole conversation, without a thread.
+        // After an error with these details, Anthropic's clients send the whole conversation, without a
+        // thread.
         if self.code == Code::UnsupportedParameter && self.param.as_deref() == Some(THREAD) {
             error["details"] =
                 serde_json::json!({"error_code": "thread_unsupported_request", "unsupported": [THREAD]});

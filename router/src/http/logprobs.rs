@@ -102,7 +102,7 @@ impl CompletionLogprobs {
                 let is_written = echo.get(n_bytes..).is_some_and(|rest| rest.starts_with(&*name));
                 text.push_str(if is_written { &name } else { "" });
             }
-            // Without stop strings nothing breaks.
+            // Without stop strings `push` never returns `Break`.
             let _ = detokenizer.push(*token, &mut text);
             (offset, n_bytes) = (offset + text.chars().count(), n_bytes + text.len());
             text.clear();

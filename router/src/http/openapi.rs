@@ -101,7 +101,7 @@ fn responses(path: &str) -> Value {
     let mut responses = Map::new();
     let mut success = json!({ "description": "success", "content": content });
     if request_schema(path).is_some() {
-        // With `stream`. Tools take a schema here for that of one event.
+        // The answer with `stream`. It has no schema, because tools would apply one to each event.
         success["content"]["text/event-stream"] = json!({});
     }
     responses.insert("200".to_owned(), success);
@@ -195,7 +195,7 @@ fn schema(name: &str) -> Value {
         | "parallel_tool_calls" => json!({ "type": "boolean" }),
         "logprobs" => json!({ "type": ["boolean", "integer"] }),
         "n" | "best_of" => json!({ "type": "integer", "minimum": 1, "maximum": N_MAX }),
-        // Zero is for `echo`.
+        // Zero is allowed, because `echo` may be used without an answer.
         "max_tokens" => count(0),
         "max_completion_tokens" => count(1),
         "min_tokens" => count(0),

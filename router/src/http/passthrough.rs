@@ -130,7 +130,7 @@ async fn forward(State(state): State<Passthrough>, request: Request) -> Result<R
     Ok(respond(answer, caller.detail, ErrorForm::of(path)))
 }
 
-/// Divides a body into its fields. The parser of whole bodies says what is wrong with it.
+/// Divides a body into its fields. Errors come from the parser of whole bodies.
 fn fields_of(body: &[u8]) -> Result<Fields<'_>, HttpError> {
     Fields::parse(body)
         .map_err(|error| body::parse::<Map<String, Value>>(body).err().unwrap_or_else(|| error.into()))
@@ -169,8 +169,8 @@ fn passed_on(headers: &HeaderMap) -> HeaderMap {
     kept.map(|(name, value)| (name.clone(), value.clone())).collect()
 }
 
-/// Returns the head of an answer without what is of the server's connection, and without the server's CORS headers, because
-/// this router says which pages may read its answers.
+/// Returns the head of an answer without the headers of the server's connection, and without the server's CORS headers,
+/// because this router decides which pages may read its answers.
 fn passed_back(mut head: Parts) -> Parts {
     let cors = head.headers.keys().filter(|name| name.as_str().starts_with("access-control-"));
     let removed: Vec<HeaderName> = cors.cloned().chain(of_connection(&head.headers)).collect();
@@ -214,7 +214,7 @@ enum BytesFormat {
     Plain,
 }
 
-/// Where the bytes that the client has end.
+/// Where the bytes that were sent to the client end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Boundary {
     /// Between two events: an error event may follow.
@@ -247,8 +247,8 @@ impl Passing {
         Box::pin(futures::stream::unfold(Some(self), |passing| async { passing?.next().await }))
     }
 
-    /// Returns the next bytes, and what follows them. After an error the client gets an error event, or, where
-    /// none can follow, a broken connection: it must not take the answer for a whole one.
+    /// Returns the next bytes, and the rest of the answer. After an error the client gets an error event, or a
+    /// broken connection if an event cannot follow: the client must not take the answer for a complete one.
     async fn next(mut self) -> Option<(Result<Bytes, ServeError>, Option<Self>)> {
         match self.bytes.next().await {
             Ok(Some(bytes)) => {

@@ -74,7 +74,7 @@ pub(crate) async fn input_tokens(
     Ok(Json(json!({"object": "response.input_tokens", "input_tokens": n_tokens})))
 }
 
-/// Converts a request to a chat's.
+/// Converts a request to a chat request.
 fn chat_of(mut fields: Map<String, Value>) -> Result<Map<String, Value>, AcceptError> {
     let mut chat = moved(&mut fields, SAME);
     let mut messages = Vec::new();
@@ -122,8 +122,7 @@ fn chat_of(mut fields: Map<String, Value>) -> Result<Map<String, Value>, AcceptE
     Ok(chat)
 }
 
-/// Refuses parts of an answer that a client asks for and that are not there. Reasoning is text here, and nothing of it is
-/// encrypted.
+/// Refuses requested parts of an answer that Baton does not have. Reasoning is plain text here, and is never encrypted.
 fn check_include(include: Option<Value>) -> Result<(), AcceptError> {
     let Some(include) = include else { return Ok(()) };
     match list("include", include)?.iter().position(|part| part != "reasoning.encrypted_content") {

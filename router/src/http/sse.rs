@@ -186,7 +186,7 @@ impl<S: AnswerFormat> ChunkWriter<S> {
 }
 
 impl<S: AnswerFormat> ChunkWriter<S> {
-    /// Writes the event of a delta that has only text. Returns whether the delta is such a one.
+    /// Writes the event of a delta that has only text. Returns false for other deltas, without writing.
     fn write_plain(&mut self, delta: &Delta, out: &mut BytesMut) -> bool {
         let Self { context, shape, opened, plain, .. } = self;
         let AnswerOptions { usage, token_ids, .. } = context.options;

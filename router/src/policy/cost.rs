@@ -1,14 +1,14 @@
 //! Compares the predicted cost of all routes, also of those on which the decode node computes the prompt.
 //!
-//! A cost is the time to the second token, and what the streams on the decode node lose. The time to the second token
-//! is the wait in the queue, the computation of what is not cached, the calls, the part of the transfer that the
-//! computation does not hide, and the first decode step. The cheapest route that is predicted to hold the request's
-//! objective is taken; if none is, the one that misses it by least.
+//! A cost is the time to the second token plus the delay of the streams on the decode node. The time to the second
+//! token is the wait in the queue, the computation of what is not cached, the calls, the part of the transfer that
+//! the computation does not hide, and the first decode step. The cheapest route that is predicted to meet the
+//! request's objective is taken. If there is none, the route that misses it by least is taken.
 //!
-//! A decode node with streams computes a prompt only if the streams lose next to nothing, if that saves many times what
-//! they lose, or if there is no prefill node. Where a node bounds its steps with prompts (`scheduler.gap_ms_max`), what
-//! its streams lose within the bound costs nothing. One prompt in [`EXPLORE_ONE_IN`] takes the other arm if that costs
-//! little more, so that the router goes on learning its costs.
+//! A decode node with streams computes a prompt only if this hardly delays the streams, if it saves many times their
+//! delay, or if there is no prefill node. If a node bounds its steps with prompts (`scheduler.gap_ms_max`), delays of
+//! its streams within the bound cost nothing. One prompt in [`EXPLORE_ONE_IN`] takes the other arm if that costs little
+//! more, so that the router goes on learning its costs.
 
 use std::cmp::{Ordering, Reverse};
 
@@ -31,7 +31,7 @@ const SIMILAR_ARMS_MS: f64 = 3.0;
 
 /// The share by which a local prompt may lengthen the steps of streams on the decode node.
 const STEP_SHARE: f64 = 0.05;
-/// If a local prompt lengthens steps by more, what the streams lose counts this many times.
+/// If a local prompt lengthens steps by more, the delay of the streams counts this many times.
 const STREAMS_WEIGHT: f64 = 20.0;
 /// The longest step with a local prompt, as a multiple of a step without.
 const STEP_MAX: f64 = 2.0;
@@ -92,7 +92,7 @@ fn rank(route: &Priced<'_>) -> Rank {
     if lengthens_steps(route, STEP_MAX) { Rank::Disturbs } else { Rank::Usual }
 }
 
-/// Returns the cost of a route, with the weight of what streams lose.
+/// Returns the cost of a route, with the weighted delay of streams.
 fn weighted_ms(route: &Priced<'_>) -> f64 {
     if bounds_gaps(route) {
         return route.terms.second_token_ms();
@@ -101,7 +101,8 @@ fn weighted_ms(route: &Priced<'_>) -> f64 {
     route.cost_ms() + if is_weighted { route.terms.streams_ms * (STREAMS_WEIGHT - 1.0) } else { 0.0 }
 }
 
-/// Returns whether streams on a decode node have to wait for a prompt, for longer than `times` a step.
+/// Returns whether streams on a decode node have to wait for a prompt, for longer than `times` the duration
+/// of a step.
 fn lengthens_steps(route: &Priced<'_>, times: f64) -> bool {
     route.arm == Arm::Local
         && !route.decode.info.role.prefills()
@@ -110,7 +111,8 @@ fn lengthens_steps(route: &Priced<'_>, times: f64) -> bool {
         && route.terms.gap_ms > route.step_ms * times
 }
 
-/// Returns whether the node that computes the prompt keeps steps with it under a bound, which its streams may lose.
+/// Returns whether the node that computes the prompt bounds its steps with prompts. Its streams may be delayed up
+/// to the bound.
 fn bounds_gaps(route: &Priced<'_>) -> bool {
     route.arm == Arm::Local && route.step_ms < f64::from(route.decode.load.costs.gap_ms_max)
 }
@@ -149,9 +151,10 @@ fn cheapest(nodes: Vec<&NodeView>, cost: impl Fn(&NodeView) -> f64) -> Vec<&Node
     ranked.into_iter().map(|(_, _, node)| node).collect()
 }
 
-/// Returns the route to take among those with similar costs: of the arm with the earlier first token, the one with the
-/// most cached tokens where the prompt is computed, then on the decode node, then the nodes with the oldest assignments,
-/// first the one that computes. The random draw decides among nodes that had no prompt yet.
+/// Returns the route to take among those with similar costs. The arm with the earlier first token comes first. Within
+/// the arm these decide, in this order: the most cached tokens on the node that computes the prompt, then on the decode
+/// node, and the oldest last assignment of the computing node, then of the decode node. The random draw decides among
+/// nodes that had no prompt yet.
 fn similar<'r, 'a>(routes: &'r [Priced<'a>], draw: u64) -> &'r Priced<'a> {
     let best = &routes[0];
     let is_similar = |route: &&Priced<'a>| {

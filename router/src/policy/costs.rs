@@ -84,7 +84,8 @@ pub(super) struct Priced<'a> {
     pub(super) terms: Terms,
     /// A step of the decode node without prompts.
     pub(super) step_ms: f64,
-    /// The predicted times as a multiple of the request's objective, of the worse one of both; zero if they hold it.
+    /// The predicted time as a multiple of the request's objective, the larger of both multiples; zero if both
+    /// objectives are met.
     pub(super) misses: f64,
 }
 
@@ -142,7 +143,7 @@ impl<'a> Pricing<'a> {
         let costs = &node.load.costs;
         let n_steps = costs.prompt_steps(missing, node.load.running).max(1.0);
         // A node that bounds gaps computes nothing of the prompt in the first step of KV that arrives, and half as much in the
-        // step before. Steps with prompts alternate at least.
+        // step before. In the worst case every second step computes a part of the prompt.
         let n_arriving = if costs.gap_ms_max > 0.0 { f64::from(node.load.arriving) } else { 0.0 };
         let n_for_arrivals = (1.5 * n_arriving).min(n_steps);
         let prompt_step_ms = f64::from(costs.prompt_step_ms);

@@ -86,7 +86,7 @@ pub struct Terms {
     pub transfer_ms: f64,
     /// The wait for the decode node's present step, and the first decode step.
     pub first_step_ms: f64,
-    /// What the streams on the decode node lose, added up.
+    /// The total delay of the streams on the decode node.
     pub streams_ms: f64,
     /// The longest step of the decode node while it computes the prompt.
     pub gap_ms: f64,

@@ -1,9 +1,10 @@
-//! Chooses nodes that have the beginning of the prompt in their caches, unless others are faster without.
+//! Chooses nodes that have the beginning of the prompt in their caches, unless other nodes are faster without
+//! it.
 //!
 //! The cost of a prefill node is its queue and the computation of what it lacks. The cost of a decode node is its next
 //! steps, and what has to be moved to it, or computed on it. Among nodes with similar costs, the policy chooses the node
-//! with the longest cached prefix. Among equal ones it chooses the node whose last assignment is the oldest, so that new
-//! prompts spread evenly.
+//! with the longest cached prefix. Among nodes with equal prefixes it chooses the one whose last assignment is the
+//! oldest, so that new prompts spread evenly.
 
 use std::cmp::Reverse;
 
@@ -13,7 +14,8 @@ use super::{Ask, ClusterView, Decision, NoRoute, NodeView, RoutingPolicy, pair};
 /// The time to move a token's KV to a decode node, as a share of the time to compute it.
 const MOVE_SHARE: f64 = 0.1;
 
-/// The number of steps of a decode node that count against what has to be moved to it: an answer has many.
+/// The number of steps of a decode node that are weighed against the cost of moving KV to it: an answer has
+/// many steps.
 const STEPS: f64 = 8.0;
 
 #[derive(Debug)]

@@ -239,8 +239,8 @@ impl RequestRecord {
         self.0.detail
     }
 
-    /// Returns the request's objective for a try that begins now: its first token, if it is to come, must come in the
-    /// time that is left.
+    /// Returns the request's objective for a try that begins now: if the first token is outstanding, it must come in
+    /// the time that is left.
     pub fn objective(&self) -> Objective {
         let Objective { first_token, token_gap } = self.0.objective;
         let is_to_come = self.state().summary.first_token.is_none();
@@ -295,7 +295,7 @@ impl RequestRecord {
         self.state().stream = stream;
     }
 
-    /// Counts the time from now on to a part of the present place.
+    /// Counts the time from now on as a part of the present place.
     pub(crate) fn enter_part(&self, part: Part) {
         let mut state = self.state();
         state.settle(Instant::now(), self.0.arrived);

@@ -9,10 +9,10 @@ use tonic::Streaming;
 /// The longest time that a call takes to end after its last message.
 const END_WITHIN: Duration = Duration::from_secs(1);
 
-/// Reads a call whose last message has come to its end, on a task of its own.
+/// Reads a call to its end after its last message, on a task of its own.
 ///
-/// A call that is dropped instead is reset, and its end may be on the way. The HTTP/2 library counts such ends and closes
-/// the connection, with all other calls, at the 1,024th.
+/// A dropped call would be reset while its end may be on the way. The HTTP/2 library counts such ends and closes the
+/// connection, with all other calls, at the 1,024th.
 pub(super) fn let_end<M: Send + 'static>(gate: &Gate, mut messages: Streaming<M>) {
     let end = async move {
         // Nothing depends on how the call ends.

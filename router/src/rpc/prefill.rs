@@ -52,8 +52,8 @@ impl PrefillCall {
 
     /// Waits for a sign that the KV will not arrive. Waits forever if it arrives. Cancel-safe.
     ///
-    /// The decode node may not know of the loss: the connection may break before it learns of the transfer.
-    /// The sender knows and reports it. If the sender is unreachable, the decode node has one second to
+    /// The decode node may not detect the loss: the connection may break before the transfer has begun there.
+    /// The sender detects and reports it. If the sender is unreachable, the decode node has one second to
     /// report that the KV has arrived.
     pub async fn loss(&mut self) -> Failure {
         poll_fn(|cx| self.poll_loss(cx)).await

@@ -29,8 +29,8 @@ impl NodeClient {
         Ok(PutCall { client: self.clone(), events, asked, stored: None })
     }
 
-    /// Has a pool node send stored KV to a landing. Returns when all KV has arrived; dropping the future
-    /// aborts the transfer.
+    /// Asks the pool node to send stored KV to a landing. Returns when all KV has arrived; dropping the
+    /// future aborts the transfer.
     pub async fn fetch(&self, prompt: &Prompt, stored: TransferId, landing: &Landing) -> Result<(), Failure> {
         let request =
             v1::DeliverRequest { transfer: proto::transfer_to_wire(stored), landing: Some(landing.into()) };

@@ -187,8 +187,8 @@ impl Oidc {
         }
     }
 
-    /// The account of a tenant that the tenants file does not have. A token with other limits keeps the
-    /// usage.
+    /// Returns the account of a tenant that is not in the tenants file. It keeps its usage if a token has
+    /// other limits.
     pub(super) fn account(&self, of: TokenTenant) -> Arc<Account> {
         let TokenTenant { tenant, limits } = of;
         let mut accounts = self.accounts.lock().unwrap_or_else(PoisonError::into_inner);

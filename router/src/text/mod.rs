@@ -38,7 +38,7 @@ pub struct ServedModel {
     pub template: Option<ChatTemplate>,
     /// The longest sequence, prompt and output together.
     pub context_tokens: u32,
-    /// Whether a node's KV memory limits the length, and not the model.
+    /// Whether a node's KV memory, and not the model, limits the length.
     pub is_short: bool,
     /// The number of token ids. The model may have more tokens than its tokenizer.
     pub vocab: u32,

@@ -1,4 +1,4 @@
-//! Tokenizes prompts: what costs little at once, and the rest on threads of its own, where it delays no other request.
+//! Tokenizes prompts: short texts at once, and the rest on separate threads, where it delays no other request.
 
 use std::num::NonZero;
 use std::sync::Arc;
@@ -23,7 +23,7 @@ const PARSED_AT_ONCE: usize = 16 << 10;
 /// The bytes of texts that may wait for one thread: eight seconds of its work.
 const WAITING_BYTES_PER_THREAD: usize = 16 << 20;
 
-/// The threads for long texts, and what they have to do. Clones share them.
+/// The threads for long texts, and their work. Clones share them.
 #[derive(Clone, Debug)]
 pub struct Tokenizing {
     /// A permit for each thread. Half of the cores are left to requests that have their tokens.

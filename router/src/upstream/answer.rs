@@ -113,7 +113,7 @@ impl OpenLegs {
         }
     }
 
-    /// Lets the prefill leg end after the answer: its own answer says nothing new then.
+    /// Lets the prefill leg end after the answer. The prefill leg's own answer is not needed then.
     fn end_prefill(&mut self) {
         if let Some(prefill) = self.prefill.take() {
             let ending = async move { drop(timeout(PREFILL_END_GRACE, prefill).await) };

@@ -35,7 +35,7 @@ impl LegRole {
     }
 }
 
-/// What the last contact with a server said.
+/// The health of a server by the last contact with it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Health {
     /// No check has ended yet. Requests may go there.

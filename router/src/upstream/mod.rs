@@ -347,8 +347,8 @@ impl Upstream {
         Ok(StartedAnswer::of_legs(begun, None, &self.0.gate))
     }
 
-    /// SGLang: both servers get the request with a room that no other request has, where they meet. The first
-    /// leg that fails ends the other one.
+    /// SGLang: both servers get the request with a bootstrap room that no other request has, and find each
+    /// other by it. The first leg that fails ends the other one.
     async fn both_at_once(
         &self,
         request: &UpstreamRequest,

@@ -27,9 +27,10 @@ pub struct UpstreamSection {
 /// The engine of upstream pools: how the KV of a prompt goes from one server to the other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum EngineKind {
-    /// The prefill server answers with the parameters that the decode server fetches the KV by.
+    /// The prefill server answers with the parameters by which the decode server fetches the KV.
     Vllm,
-    /// Both servers get the request at once, and meet in a room of the prefill server's bootstrap port.
+    /// Both servers get the request at once, and find each other by a bootstrap room at the prefill server's
+    /// bootstrap port.
     Sglang,
 }
 

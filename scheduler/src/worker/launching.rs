@@ -132,7 +132,7 @@ impl Worker {
     /// Gives blocks to waiting sequences and to requests for room, in the order of their turns.
     ///
     /// The first one that does not fit blocks all later ones, so that a stream of small prompts does not
-    /// starve a large one. A sequence that waits for the blocks of another one blocks none.
+    /// starve a large one. A sequence that waits for the blocks of another sequence blocks no later one.
     fn admit(&mut self, now: Instant) {
         let n_placed = self.sequences.values().filter(|sequence| sequence.is_placed()).count();
         if n_placed == self.sequences.len() && self.waiters.is_empty() {
@@ -284,8 +284,9 @@ impl Worker {
         ArrivalTimes { waited_ms: ms(self.longest_wait(begins)), next_ms }
     }
 
-    /// Returns the longest wait of a sequence whose KV has arrived, until the step that is planned now `begins`. It counts
-    /// only behind a step with prompts: steps with prompts alternate at least, so that prompts do not starve.
+    /// Returns the longest wait of a sequence whose KV has arrived, until the step that is planned now `begins`. It
+    /// counts only after a step with prompts. So at least every second step may have prompts, and prompts do not
+    /// starve.
     fn longest_wait(&self, begins: Instant) -> Duration {
         let has_prompts = |flight: &LaunchedStep| flight.rows.iter().any(StepRow::is_chunk);
         if !self.flights.front().is_some_and(has_prompts) {
@@ -313,8 +314,8 @@ impl Worker {
         let n_prompt = self.costs.prompt_tokens_within(within_ms, n_running, n_before);
         let n_prompt = if waited_ms > 0.0 { n_prompt } else { n_prompt.max(block_tokens) };
         let n_tokens = settings.step_tokens_max.min(n_running.saturating_add(n_prompt));
-        // The learned times are a line, but the time of a step has stairs: one for each group of rows. A few tokens take as
-        // long as a group, so a sequence that has waited gets a step with whole groups only.
+        // The learned times are linear, but the time of a step grows with each group of rows. A few tokens take as long
+        // as a whole group, so the step after a wait has whole groups only.
         let in_whole_groups =
             (n_tokens - n_tokens % self.backend.rows_together()).max(n_running.min(n_tokens));
         let n_prompt = n_tokens.saturating_sub(n_running);

@@ -1,4 +1,4 @@
-//! What one tenant's requests tell about another's: cached tokens, first-token times, and blocks on pool
+//! What one tenant's requests reveal about another's: cached tokens, first-token times, and blocks on pool
 //! nodes.
 
 use std::collections::BTreeSet;
@@ -23,8 +23,8 @@ const SLOW_PREFILL: &str = concat!("mock:", env!("CARGO_MANIFEST_DIR"), "/mocks/
 struct Plan {
     /// The rounds before each verdict.
     n_rounds: usize,
-    /// If true, the times must be shown to be equal. If false, they must not be shown to differ, which a
-    /// loaded machine can tell in a few rounds.
+    /// If true, the times must be shown to be equal. If false, they must not be shown to differ, which a few
+    /// rounds can check on a loaded machine.
     is_strict: bool,
 }
 

@@ -112,6 +112,6 @@ fn told(alert: AlertDescription) -> &'static str {
         }
         AlertDescription::CertificateUnknown => "its cluster, role or node is not the expected one",
         AlertDescription::CertificateRequired => "the peer got none",
-        _ => "the peer's log and `callers_refused_total` tell the reason",
+        _ => "the peer's log and its `callers_refused_total` name the reason",
     }
 }

@@ -1,7 +1,7 @@
 //! Sums over the ranks of a model whose GPUs are in several processes.
 //!
 //! A sum is queued behind the work of the card, and its call returns when it is queued. A sum waits on the GPU for the
-//! other ranks, without a time limit: who sees that one is lost ends the sums by an [`EndOfSums`].
+//! other ranks, without a time limit. The code that detects a lost rank ends the sums with an [`EndOfSums`].
 
 use std::ffi::c_int;
 use std::fmt;

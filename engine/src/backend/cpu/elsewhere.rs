@@ -32,7 +32,7 @@ impl Elsewhere {
         }
     }
 
-    /// Passes steps on as the stage has computed them, until no more were sent, or a process is lost.
+    /// Passes steps on when the stage has computed them, until no more were sent, or a process is lost.
     pub(super) fn receive_steps(&self, sent: &Receiver<Step>, next: &SyncSender<Step>, lost: &LostReason) {
         while let Ok(step) = sent.recv() {
             let results = self.processes.iter().map(Mate::finish).collect::<Option<Vec<_>>>();

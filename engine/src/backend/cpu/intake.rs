@@ -37,7 +37,7 @@ struct LatestRow {
     token: Option<TokenId>,
 }
 
-/// What an [`Intake`] is made of.
+/// The inputs of an [`Intake`].
 #[derive(Debug)]
 pub(super) struct IntakeParts {
     pub(super) jobs: Receiver<StepJob>,

@@ -38,7 +38,7 @@ pub(super) enum PipelineStage {
     Elsewhere(Elsewhere),
 }
 
-/// What a [`Pipeline`] is made of.
+/// The inputs of a [`Pipeline`].
 #[derive(Debug)]
 pub(super) struct PipelineParts {
     /// In order; at least one.

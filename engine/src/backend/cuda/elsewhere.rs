@@ -1,6 +1,6 @@
 //! Hot path.
-//! What other processes compute of a model: the stages before the last one, and ranks of the last one. This process computes
-//! the first ranks of the last stage.
+//! The parts of a model that other processes compute: the stages before the last one, and ranks of the last one. This
+//! process computes the first ranks of the last stage.
 //!
 //! One thread sends steps to the processes of the first stage, as soon as the tokens that their rows continue are known. One
 //! thread for each stage waits for its processes, and passes the stage's rows on: to the next stage's processes, and to the
@@ -132,7 +132,7 @@ impl Elsewhere {
         let tokens = Arc::new(SampledTokens::new(card, ring)?);
         let rows = rows.map(|rows| Arc::new(Mutex::new(rows)));
         let turns = || UseCounts(vec![0; ring.n_places()]);
-        // The last stage is the next one of none.
+        // No stage has a next stage yet: the loop begins with the last one.
         let mut next = None;
         for nth in (0..sizes.n_stages).rev() {
             let of_stage = remote.iter().filter(|process| process.share.stage == nth);
@@ -202,7 +202,7 @@ impl SampledTokens {
         while words[place].load(Ordering::Acquire) != turns.0[place] {
             let waited = began.elapsed();
             if self.is_over.load(Ordering::Relaxed) || lost.is_raised() || waited > STEP_WITHIN {
-                return Err(StageLost("the token that a row continues does not come".to_owned()));
+                return Err(StageLost("the token that a row continues did not arrive".to_owned()));
             }
             polling::sleep(waited);
         }
@@ -317,7 +317,8 @@ impl Target {
             process.begin(StageInput { rows, hidden, ..StageInput::default() })?;
         }
         if let Some(sent) = &self.sent {
-            // The step is on its way before the thread that waits for it wakes. If that thread has ended, it has said why.
+            // The step is on its way before the thread that waits for it wakes. If that thread has ended, it has
+            // recorded the reason.
             let _ = sent.send(step);
         }
         Ok(())

@@ -234,13 +234,13 @@ impl LostFlags {
         self.elsewhere.get().is_some() || self.of_ranks.iter().any(LostFlag::is_raised)
     }
 
-    /// Tells all GPUs that one is lost, so that they stop waiting.
+    /// Signals all GPUs that one is lost, so that they stop waiting.
     pub(super) fn raise(&self) {
         self.of_ranks.iter().for_each(LostFlag::raise);
         self.end_sums();
     }
 
-    /// Lets GPUs pass that wait for those of other processes.
+    /// Releases the GPUs that wait for GPUs of other processes.
     pub(super) fn end_sums(&self) {
         self.sums.iter().for_each(EndOfSums::end);
     }

@@ -141,7 +141,7 @@ impl StageLinks {
         sampled.or_else(|| self.tokens_in.as_ref().map(|tokens| tokens.earlier.view()))
     }
 
-    /// Lets steps pass that wait for rows of another process, which never come.
+    /// Releases the steps that wait for rows of another process, which will not arrive.
     pub(super) fn release(&self) {
         if let Some(RowsIn::Process(rows)) = &self.rows_in {
             rows.release();

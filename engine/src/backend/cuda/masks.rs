@@ -82,7 +82,7 @@ impl PendingMasks {
             }
         });
         // After a pause of the process, some GPUs may have stopped waiting and others not. All of them must do the same,
-        // so masks that are this late are not shown to any.
+        // so masks that are this late are released to none of them.
         if launched.elapsed() < masks.patience() / 2 {
             masks.release();
         }

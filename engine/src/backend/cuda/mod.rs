@@ -426,7 +426,7 @@ impl Drop for CudaBackend {
     fn drop(&mut self) {
         // Waits for all GPUs before any of them returns its memory, because they write into each other's
         // memory. Steps that were not collected may still write. If waiting fails, the GPU writes nothing
-        // more. They need not wait for masks that no one will write.
+        // more. They need not wait for masks that will not be written.
         self.masks.of_step(self.n_launched, 0).release();
         self.rank.tools.links.release();
         self.lost.end_sums();

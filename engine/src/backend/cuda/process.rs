@@ -253,7 +253,8 @@ impl CudaStage {
         Ok(Self { launched, launcher, spare: give_back, loaded, mates, lost })
     }
 
-    /// Refuses to wait for ranks of other processes that do not come. A lost head ends the connections to them.
+    /// Fails if ranks of other processes are lost, instead of waiting for them. A lost head ends the
+    /// connections to them.
     fn check_mates(&self) -> Result<(), CudaError> {
         if self.mates.as_ref().is_some_and(|mates| mates.is_lost()) {
             return Err(CudaError::PeerLost { why: "another process of this node is gone".to_owned() });

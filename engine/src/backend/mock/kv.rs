@@ -45,7 +45,7 @@ impl CellKey {
     }
 }
 
-/// What a cell says about its position: the token, and the chain up to and including it.
+/// The content of a cell for its position: the token, and the chain up to and including it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Link {
     pub(super) token: TokenId,

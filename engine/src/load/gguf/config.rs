@@ -96,7 +96,7 @@ pub(super) fn config(header: &Header<'_>, model: &Model) -> Result<Value, String
                 "moe_intermediate_size".to_owned(),
                 header.needed_count(&key("expert_feed_forward_length"))?.into(),
             ),
-            // A file does not say, and llama.cpp computes so.
+            // A file has no key for this, and llama.cpp always does it.
             ("norm_topk_prob".to_owned(), true.into()),
         ]),
         _ => {}
@@ -140,8 +140,8 @@ fn rope(header: &Header<'_>, model: &Model, keys: &mut Map<String, Value>) -> Re
 
 /// Returns the settings of the type `llama3` that have these divisors of frequencies.
 ///
-/// A file has the divisors only. All published models have the factors 1 and 4, and with these one divisor between the
-/// smallest and the largest tells the number of trained tokens.
+/// A file has the divisors only. All published models have the factors 1 and 4. With these, one divisor between the
+/// smallest and the largest determines the number of trained tokens.
 fn llama3(header: &Header<'_>, model: &Model, theta: f32) -> Result<Value, String> {
     let unknown = || format!("the divisors in {ROPE_FREQUENCIES} are not those of rope type llama3");
     let divisors = header.f32s(ROPE_FREQUENCIES).ok_or_else(unknown)?;

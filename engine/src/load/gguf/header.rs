@@ -28,7 +28,7 @@ const NAME_BYTES_MAX: usize = 1 << 10;
 const DIMENSIONS_MAX: u32 = 4;
 const ALIGNMENT: u64 = 32;
 
-/// What the beginning of a file says.
+/// The metadata and the list of tensors at the beginning of a file.
 #[derive(Debug)]
 pub(super) struct Header<'a> {
     file: &'a [u8],

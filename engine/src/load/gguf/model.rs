@@ -93,7 +93,7 @@ impl Model {
             format!("general.architecture {name:?} is not implemented: {} are", known.join(", "))
         })?;
         let key = |key: &str| format!("{name}.{key}");
-        // Larger counts are no model's, and memory is allocated for as many layers and experts.
+        // No model has larger counts, and memory is allocated for each layer and expert.
         let within = |key: String, count: u64| match count <= COUNT_MAX {
             true => Ok(count),
             false => Err(format!("key {key} is {count}")),

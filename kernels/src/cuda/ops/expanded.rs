@@ -25,7 +25,7 @@ const ATTEND_SHARED_BYTES: u32 =
     (3 * ATTEND_TILE * LATENT_Q_HEAD + 2 * ATTEND_TILE * LATENT_VALUE) as u32 * 2 + 1024;
 
 /// From this number of new tokens in a sequence on, the attention is faster if keys and values are made of latents.
-/// Each token then costs as much as the difference for this many queries.
+/// Making them for one token costs as much time as this many queries save.
 const QUERIES_MIN: usize = 192;
 
 /// The arguments of [`ComputeCard::attend_expanded`], for one layer.

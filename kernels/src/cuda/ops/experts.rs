@@ -1,8 +1,8 @@
 //! A layer of experts: the choice of each row's experts, and the products with the experts' matrices.
 //!
-//! The GPU works out which rows an expert computes; the host knows only the number of choices. With few rows,
-//! products read the experts that have rows and no others. On Hopper, many rows are copied expert by expert
-//! and multiplied in the tiles of `many_rows.cuh`.
+//! The GPU determines which rows an expert computes; the host knows only the number of choices. With few
+//! rows, products read the experts that have rows and no others. On Hopper, many rows are copied expert by
+//! expert and multiplied in the tiles of `many_rows.cuh`.
 //!
 //! The rows that experts in FP8 multiply have other forms: see [`experts_fp8`](super::experts_fp8).
 
@@ -73,7 +73,7 @@ pub enum ExpertInput<'a> {
     },
 }
 
-/// What becomes of the sums of each row's experts.
+/// What is done with the sums of each row's experts.
 #[derive(Debug)]
 pub enum ExpertSums<'a> {
     Written(ViewMut<'a, Bf16>),

@@ -25,7 +25,7 @@ pub(in crate::connectors) struct Peer {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(in crate::connectors) struct Met {
     pub(in crate::connectors) peer: Peer,
-    /// The peer's other processes, on stream 0 of a node of several.
+    /// The peer's other processes, on stream 0 of a node with several processes.
     pub(in crate::connectors) others: Vec<ProcessAddress>,
 }
 

@@ -12,7 +12,8 @@ use crate::error::TransferError;
 use crate::landing::OpenLanding;
 use crate::processes::{LandOrder, LandingEvent, OtherProcesses};
 
-/// Tells the other processes of the landing, and takes their reports until none of them writes any more.
+/// Orders the other processes to receive their parts of the landing, and handles their reports until none of
+/// them writes any more.
 ///
 /// The sender may send when all processes have accepted the landing.
 pub(super) async fn serve(

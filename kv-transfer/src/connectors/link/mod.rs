@@ -3,8 +3,9 @@
 //! Suggested reading order: frames ([`frame`]), their reading and writing (`stream`), the traits that each
 //! wire implements (`send_path` for the sender's end, `kv_path` for the receiver's), the connector
 //! ([`connector`]), the sender's end (`links`, `link_out`, `connect`, `span_out`, and
-//! `other_processes` for a node of several) and the receiver's end (`accept`,
-//! `receiver`, `link_in`, `span_in`, and `elsewhere` for a node of several). The code of both ends is the same for all wires.
+//! `other_processes` for a node with several processes) and the receiver's end (`accept`, `receiver`, `link_in`,
+//! `span_in`, and `elsewhere` for a node with several processes). The code of both ends is the same for all
+//! wires.
 //!
 //! If the receiver writes, it can prove by itself that the wire is quiet: see
 //! [`OpenLanding::while_open`](crate::landing::OpenLanding). If the sender's device writes, the proof is the sender's

@@ -94,8 +94,8 @@ impl OtherQueues {
         if span.out.is_over() {
             return Ok(());
         }
-        // The process fails by itself if its stream makes no progress. The deadline here is for a process that stands
-        // still, with all earlier frames before this one.
+        // A process whose stream makes no progress fails by itself. The deadline here is for a process that is stuck,
+        // and includes the time of the frames before this one.
         let put = self.processes.put(process, self.order(process, &span));
         within((PUTS_MAX + 1) * self.stall, "another process of this node", put).await
     }

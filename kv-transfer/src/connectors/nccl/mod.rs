@@ -64,8 +64,8 @@ pub(super) const WIRE: WireKind = WireKind {
 const MESSAGES_LARGER: usize = 128;
 
 /// The sizes of consecutive messages. Only the last ones are small, because each message costs NCCL some
-/// microseconds. They are scattered after everything has come. The first one is gathered while NCCL launches
-/// it.
+/// microseconds. They are scattered after everything has arrived. The first one is gathered while NCCL
+/// launches it.
 const TAPER: FrameSizes = FrameSizes { first_part: 1, least_part: 4, share: 2 };
 
 /// Listens on a port beside that of `tcp`. Fails if the KV is not on a GPU, if it cannot be moved 16 bytes at

@@ -25,8 +25,7 @@ const END_WITHIN: Duration = Duration::from_millis(500);
 /// The size of the first message of every queue. It is sent because NCCL connects only when a message needs
 /// it.
 const GREETING_BYTES: usize = 16;
-/// The time for which the thread polls messages in progress without a pause: longer than the time between two
-/// messages.
+/// How long the thread polls messages in progress without a pause: longer than the time between two messages.
 const LOOKS_FOR: Duration = Duration::from_micros(500);
 const PAUSE: Duration = Duration::from_micros(50);
 

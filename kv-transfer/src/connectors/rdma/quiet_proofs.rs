@@ -82,8 +82,8 @@ impl Quiet for QuietProof {
         "the sender's report that its device is done"
     }
 
-    /// Returns whether the report has come. Access of one transfer cannot be revoked without that of all
-    /// others of its link.
+    /// Returns whether the report has come. The access of one transfer cannot be revoked alone, only that of
+    /// the whole link.
     fn revoke(&self) -> bool {
         self.said.load(Ordering::Acquire)
     }

@@ -144,8 +144,8 @@ impl RdmaSendPath {
         }
     }
 
-    /// Returns the digests once no injected fault writes the pages: `flip` does so for a moment, also in pages that another
-    /// lane reads.
+    /// Returns the digests when no injected fault changes the pages: `flip` changes them for a moment, also pages that
+    /// another lane reads.
     async fn digests_beside_faults(&self, span: &SpanOut) -> Result<Vec<Digest>, TransferError> {
         let read = async {
             loop {

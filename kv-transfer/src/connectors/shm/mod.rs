@@ -7,7 +7,7 @@
 //! `docs/decisions/0007-shared-memory-is-read.md`.
 //!
 //! KV on GPUs goes through slots of a stage: the sender's GPU copies it into a slot, and the receiver's GPU reads the
-//! slot where it lies.
+//! slot in place.
 //!
 //! Suggested reading order: connecting two processes (`accept`), the sender (`send`), KV that must be copied to be
 //! shared (`stage`), the receiver (`receive`) and its copies (`copy`).

@@ -125,9 +125,9 @@ async fn a_follower_of_another_version_is_told_so() {
 #[tokio::test(start_paused = true)]
 async fn what_sends_no_request_to_join_is_refused() {
     for (bytes, why) in [
-        (&b"GET / HTTP/1.1\r\n\r\n"[..], "message 3544139754885357615 has come instead of message 0"),
-        (&first(&[0x32, 0]), "its first message is another one"),
-        (&first(&[]), "its first message is another one"),
+        (&b"GET / HTTP/1.1\r\n\r\n"[..], "message 3544139754885357615 arrived instead of message 0"),
+        (&first(&[0x32, 0]), "its first message is not a request to join"),
+        (&first(&[]), "its first message is not a request to join"),
         (&[], "it was silent for 5 s"),
     ] {
         let (refused, answer) = answer_to(bytes).await;

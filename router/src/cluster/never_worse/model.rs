@@ -40,7 +40,7 @@ const REPORT_US: u64 = 20_000;
 const THINK_US: u64 = 8_000;
 /// The share of the longest gap that steps are planned to take, as in `scheduler/src/worker/launching.rs`.
 const GAP_SHARE: f64 = 0.75;
-/// The time by which KV may arrive earlier than expected, as there.
+/// The time by which KV may arrive earlier than expected, as in that file.
 const EARLY_ARRIVAL_US: f64 = 2_000.0;
 
 const PREFILL: usize = 0;
@@ -425,7 +425,7 @@ impl Model {
     }
 
     /// Sends the KV of a chunk layer by layer, as the layers are computed. The last chunk, after which no
-    /// token is `left`, takes along what was cached.
+    /// token is `left`, also sends the cached KV.
     fn send(&mut self, request: usize, begun: u64, n_tokens: usize, left: usize) {
         let record = &mut self.requests[request];
         record.sent_from.get_or_insert(begun);

@@ -305,10 +305,7 @@ async fn refusals_name_the_field() {
             "messages[0].content[0].type",
         ),
         (json!({"tools": [{"type": "web_search_20250305", "name": "w"}]}), "tools[0].type"),
-        (
-            json!({"messages": [{"role": "user", "content": []}]}),
-            "messages[0].content: a message of a user has",
-        ),
+        (json!({"messages": [{"role": "user", "content": []}]}), "messages[0].content: a user message needs"),
         (
             json!({"messages": [{"role": "user", "content": 5}]}),
             "messages[0].content: expected a string or a list",

@@ -8,7 +8,8 @@ use tokenizers::{AddedToken, ModelWrapper, Tokenizer as Inner};
 /// A tokenizer first looks for its added tokens that are not normalized, from left to right, the longest first. The texts
 /// between them are normalized, divided and tokenized alone, whatever the tokenizer's kind. So a text may be cut before
 /// such a token, if no rule of a token looks across the cut. The piece after the cut begins with the token, so the text
-/// behind the token is as little at the beginning as it was: `prepend_scheme: first` is kept.
+/// behind the token is not at the beginning of its piece, just as it was not at the beginning of the whole text. This
+/// keeps the effect of `prepend_scheme: first`.
 #[derive(Debug)]
 pub(super) struct Cuts {
     added: AhoCorasick,
@@ -30,7 +31,8 @@ impl Cuts {
         may_cut.contains(&true).then_some(Self { added, may_cut })
     }
 
-    /// Cuts a text. The pieces joined are the text. A piece and those after it are the pieces of the text from there on.
+    /// Cuts a text. The pieces joined are the text. Cutting the rest of the text, from the beginning of any piece,
+    /// gives the same pieces.
     pub(super) fn pieces<'t>(&self, text: &'t str) -> impl Iterator<Item = &'t str> {
         let tokens = self.added.find_iter(text).filter(|token| self.may_cut[token.pattern().as_usize()]);
         let ends = tokens.map(|token| token.start()).filter(|at| *at > 0).chain([text.len()]);

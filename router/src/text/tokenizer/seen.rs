@@ -7,8 +7,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use types::{CacheSalt, TenantId, TokenId};
 
-/// The requests that find each other's pieces: those of one tenant with one salt. The time of a request does not tell
-/// what others have sent.
+/// The requests that share pieces: those of one tenant with one salt. So the time of a request does not reveal what
+/// other tenants have sent.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub struct CacheScope {
     pub tenant: TenantId,
@@ -25,7 +25,7 @@ pub(super) struct SeenPiece {
 /// The bytes of an entry besides its texts and tokens: two places in a table, counts and sizes.
 const ENTRY_BYTES: usize = 128;
 
-/// The pieces that one tokenizer has seen. Those that were not used for the longest time leave first.
+/// The pieces that one tokenizer has seen. The least recently used ones are removed first.
 pub(super) struct SeenPieces {
     /// The hash's key, random for each tokenizer and process.
     key: RandomState,
@@ -35,7 +35,8 @@ pub(super) struct SeenPieces {
     generations: Mutex<Generations>,
 }
 
-/// Pieces used lately, and those used before. Once the former are full, the latter leave, and the former take their place.
+/// Recently used pieces, and older ones. When the recent ones are full, the older ones are dropped, and the recent ones
+/// take their place.
 #[derive(Default)]
 struct Generations {
     recent: Generation,
@@ -61,7 +62,7 @@ impl SeenPieces {
         found.filter(|piece| *piece.text == *text && piece.scope == *scope)
     }
 
-    /// Keeps the tokens of a piece, unless it is larger than all pieces together may be.
+    /// Stores the tokens of a piece, unless the piece alone is larger than the limit of all pieces.
     pub(super) fn keep(&self, scope: &CacheScope, text: &str, tokens: &[TokenId]) {
         let piece = SeenPiece { scope: scope.clone(), text: text.into(), tokens: tokens.into() };
         if piece.bytes() <= self.bytes_max {
@@ -87,7 +88,8 @@ impl SeenPieces {
 }
 
 impl Generations {
-    /// Returns a piece, which counts as used now, and what leaves for it. The caller drops that without the lock.
+    /// Returns a piece, which counts as used now, and the pieces that are removed for it. The caller drops them
+    /// without the lock.
     fn get(&mut self, hash: u64, bytes_max: usize) -> (Option<Arc<SeenPiece>>, Option<Generation>) {
         if let Some(piece) = self.recent.pieces.get(&hash) {
             return (Some(Arc::clone(piece)), None);

@@ -174,10 +174,9 @@ pub(super) fn parameters<'a>(tool: &'a ForcedTool, format: &str) -> Result<Vec<P
     Ok(properties.into_iter().flatten().map(parameter).collect())
 }
 
-/// Returns the refusal of a schema's key that a call in this format cannot be held to.
+/// Returns the refusal of a schema's key that this format cannot enforce in a call.
 pub(super) fn unenforced(param: &str, key: &str, format: &str) -> AcceptError {
-    let reason =
-        format!("a call in the format `{format}` cannot be forced to it: use `tool_choice: \"auto\"`");
+    let reason = format!("the tool call format `{format}` cannot enforce it: use `tool_choice: \"auto\"`");
     AcceptError::unsupported(format!("{param}.{key}"), reason)
 }
 

@@ -49,7 +49,7 @@ impl JsonExtent {
     }
 }
 
-/// Reads one call that is an object. Other keys than a call's are not a call.
+/// Reads one call that is an object. An object with other keys is not a call.
 #[derive(Debug)]
 pub(super) struct CallObject {
     tools: Arc<ToolSet>,

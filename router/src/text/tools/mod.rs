@@ -2,7 +2,7 @@
 //!
 //! A call is divided from the text only if it has the format's form and names a tool of the request. Text
 //! that only looks like a call stays text. The arguments of a call are not checked: they arrive as the model
-//! wrote them. If the client demands a call, a grammar ([`ForcedCalls`]) holds the model to the form and the schemas.
+//! wrote them. If the client demands a call, a grammar ([`ForcedCalls`]) enforces the form and the schemas.
 
 mod call_rules;
 mod calls;
@@ -161,7 +161,7 @@ trait CallReader: fmt::Debug + Send {
     fn read(&mut self, c: char, calls: &mut Calls) -> Progress;
 }
 
-/// What a reader knows after a character.
+/// The state of a reader after a character.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Progress {
     More,
@@ -179,7 +179,7 @@ struct Expected {
     read: String,
 }
 
-/// What is known about an expected text after a character.
+/// The state of an expected text after a character.
 enum Match {
     More,
     /// This text of the expected ones is complete.

@@ -11,10 +11,10 @@ use tokio::time::{Instant, timeout_at};
 use super::api::AnswerBytes;
 use super::slices::{EndpointSlice, ObjectMeta};
 
-/// The longest line: more than one of the API server's objects can have (1.5 MiB in etcd).
+/// The longest line. The API server's objects are shorter (at most 1.5 MiB in etcd).
 const LINE_BYTES_MAX: usize = 4 << 20;
 
-/// What a watch says.
+/// An event of a watch.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum WatchEvent {
     /// The slice is new or has changed.

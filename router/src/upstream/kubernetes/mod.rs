@@ -30,10 +30,10 @@ pub(super) const SERVICE_ACCOUNT: &str = "/var/run/secrets/kubernetes.io/service
 const CALL_WITHIN: Duration = Duration::from_secs(10);
 /// How long the API server keeps a watch open. It then ends it, after a bookmark.
 const WATCH_FOR: Duration = Duration::from_secs(60);
-/// How much later a watch is given up that the API server has not ended: its connection is dead.
+/// How much later a watch that the API server has not ended is given up: its connection is dead.
 const WATCH_GRACE: Duration = Duration::from_secs(5);
-/// A watch that ends sooner, or a list that is too old sooner, is a failure, so that calls do not follow each other without
-/// a pause.
+/// A watch that ends earlier, or a list that expires earlier, is a failure, so that calls do not follow each other
+/// without a pause.
 const WATCH_LEAST: Duration = Duration::from_secs(1);
 /// The slices of one page of a list. A slice has at most 1,000 endpoints.
 const PAGE_SLICES: usize = 32;

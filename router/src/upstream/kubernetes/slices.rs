@@ -56,7 +56,7 @@ struct EndpointPort {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Slices(BTreeMap<String, Slice>);
 
-/// What one slice says. All its addresses are of one family.
+/// The contents of one slice. All its addresses are of one family.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Slice {
     family: Family,

@@ -3,7 +3,7 @@
 //!
 //! Suggested reading order: the plan of a seed ([`plan`]), its execution and its checks ([`mod@run`]), the steps and the
 //! transfers ([`work`], [`mod@reference`]), the processes ([`processes`]), the relay ([`relay`]), and the clock ([`clock`], [`waits`]). In [`landings`] the node of
-//! several processes is a decode node, and [`reports`] is what passes the relay about its landings.
+//! several processes is a decode node, and [`reports`] has the messages about its landings.
 //!
 //! Models compute on real threads, so a seed repeats the faults of a run, but not each of its moments.
 

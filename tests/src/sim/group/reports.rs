@@ -1,4 +1,4 @@
-//! What passes the relay about landings: the head's orders, and the followers' reports.
+//! The messages about landings that pass the relay: the head's orders, and the followers' reports.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -18,7 +18,7 @@ pub struct LandingReports {
     of_followers: Arc<Mutex<BTreeMap<(TransferId, usize), FollowerReport>>>,
 }
 
-/// What one follower has to do with one landing.
+/// The state of one follower's part of one landing.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct FollowerReport {
     /// Whether the head knows that the follower has verified its pages.

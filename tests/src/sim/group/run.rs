@@ -82,7 +82,7 @@ struct Memory {
     connector: Arc<dyn KvConnector>,
 }
 
-/// What waves are computed with.
+/// The nodes that compute waves.
 struct Nodes {
     head: Memory,
     decode: Memory,

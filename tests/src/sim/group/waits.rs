@@ -1,4 +1,4 @@
-//! The runtime of a run, and its waits: what must end is late if it has not.
+//! The runtime of a run, and its waits, which report what has not ended in time.
 
 use std::pin::pin;
 use std::thread;

@@ -52,7 +52,7 @@ pub const CHUNKS_MAX: usize = 16;
 /// How often a stopped thread looks whether its process goes on.
 const LOOK_EVERY: Duration = Duration::from_micros(50);
 
-/// What the thread works with.
+/// The inputs of the thread.
 #[derive(Debug)]
 pub struct Worker {
     pub backend: Box<dyn Backend>,

@@ -26,7 +26,7 @@ pub struct AnswerWork {
     pub outcome: oneshot::Sender<Outcome>,
 }
 
-/// What the thread works with.
+/// The inputs of the thread.
 #[derive(Debug)]
 pub struct AnswerThread {
     pub backend: Box<dyn Backend>,
