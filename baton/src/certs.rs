@@ -181,7 +181,7 @@ impl Authority {
     }
 
     /// Makes the CA of this key. Its subject depends on the cluster only, so that processes with an earlier certificate of
-    /// this CA accept what it signs.
+    /// this CA accept the certificates that it signs.
     fn with_key(cluster: &str, key: KeyPair, now: Duration) -> Result<Self, CertsError> {
         if !is_name(cluster) {
             return Err(CertsError::Name(cluster.to_owned()));

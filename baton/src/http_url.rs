@@ -7,7 +7,7 @@ use types::in_full;
 
 use crate::exit::CommandError;
 
-/// What to do if a port uses TLS. Only the HTTP port has the pages that `chat` needs.
+/// The advice for a port that uses TLS. Only the HTTP port has the pages that `chat` needs.
 const NO_TLS: &str = "this command does not speak TLS: give a port with plain http, as the admin ports of nodes and \
                       routers (node.admin, router.admin) are; for `chat`, the http port of a proxy";
 

@@ -9,7 +9,7 @@ pub enum BenchError {
     Read { path: PathBuf, source: std::io::Error },
     #[error("write {path}")]
     Write { path: PathBuf, source: std::io::Error },
-    #[error("understand {path}: {reason}")]
+    #[error("parse {path}: {reason}")]
     Parse { path: PathBuf, reason: String },
     #[error("target {url}: {reason}")]
     Target { url: String, reason: String },

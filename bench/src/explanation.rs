@@ -24,7 +24,7 @@ pub struct GapExplanation {
     pub token: u32,
     pub ms: f64,
     pub parts_ms: Parts,
-    /// What the node did in the gap, as the server writes it.
+    /// The node's work in the gap, as the server writes it.
     #[serde(default)]
     pub step: Value,
 }

@@ -1,8 +1,8 @@
 //! Measures latencies and throughput of OpenAI-compatible servers as their clients see them.
 //!
-//! Suggested reading order: the events of a request ([`record`]), what the server says about it ([`explanation`]), and [`metrics`]; the [`workload`], the
-//! [`client`] and the [`load`] loop; then [`report`], and [`command`] for the command line. [`puppet`] is a server
-//! with programmed delays, against which the harness is tested.
+//! Suggested reading order: the events of a request ([`record`]), the server's explanation of it ([`explanation`]), and
+//! [`metrics`]; the [`workload`], the [`client`] and the [`load`] loop; then [`report`], and [`command`] for the
+//! command line. [`puppet`] is a server with programmed delays, against which the harness is tested.
 #![forbid(unsafe_code)]
 
 pub mod record;

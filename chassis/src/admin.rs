@@ -22,7 +22,7 @@ pub struct Readiness {
     reasons: watch::Sender<Reasons>,
 }
 
-/// What a process waits for before it accepts work and before a rollout goes on; `None`: nothing.
+/// The reasons why a process does not accept work yet, and why a rollout must wait; `None`: no reason.
 #[derive(Debug)]
 struct Reasons {
     ready: Option<String>,
@@ -38,7 +38,7 @@ impl Reasons {
 }
 
 impl Readiness {
-    /// Makes a process that is not ready; `reason` says what it waits for.
+    /// Makes a process that is not ready; `reason` names the event for which it waits.
     pub fn unready(reason: impl Into<String>) -> Self {
         let reason = Some(reason.into());
         let (ready, rollout) = (reason.clone(), reason);
@@ -54,7 +54,7 @@ impl Readiness {
         self.set(reason.clone(), reason);
     }
 
-    /// Sets what the process waits for before it accepts work (`ready`) and before a rollout goes on
+    /// Sets the reasons why the process does not accept work yet (`ready`) and why a rollout must wait
     /// (`rollout`).
     pub fn set(&self, ready: Option<String>, rollout: Option<String>) {
         self.reasons.send_modify(|reasons| (reasons.ready, reasons.rollout) = (ready, rollout));

@@ -108,7 +108,7 @@ const LEAVES_WITHIN: Duration = Duration::from_millis(100);
 const LEAVING_MAX: usize = 1024;
 pub(crate) const NEEDED: &str = "its slot is needed for a new connection";
 
-/// What a connection is doing, and since when.
+/// The phase of a connection, with the time at which it began.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
     Silent(Instant),

@@ -1,4 +1,4 @@
-//! Checks that a test can disable, to prove that the simulation detects what they protect against.
+//! Checks that a test can disable, to prove that the simulation detects the faults from which they protect.
 //!
 //! Disabling needs the cargo feature `mutations`, which only the test crate enables. Without it every check is active
 //! and costs nothing. A check is disabled for one thread, so that parallel tests keep theirs.

@@ -25,8 +25,8 @@ pub use protobuf::{FORMAT as PROTOBUF_FORMAT, is_preferred as is_protobuf_prefer
 pub const LATENCY_BUCKETS: &[f64] =
     &[0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0];
 
-/// Buckets in seconds for what a client waits for, the first token and the gaps between tokens: steps of 5 ms
-/// up to 50 ms, where most gaps are.
+/// Buckets in seconds for the waits of clients, for the first token and between tokens: steps of 5 ms up to
+/// 50 ms, where most gaps are.
 pub const TOKEN_BUCKETS: &[f64] = &[
     0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.035, 0.04, 0.045, 0.05, 0.075, 0.1, 0.15, 0.2,
     0.3, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0,
@@ -235,7 +235,7 @@ impl Metrics {
         self.histogram_vec(name, help, LATENCY_BUCKETS, labels)
     }
 
-    /// Adds a histogram of what a client waits for, by one label, with [`TOKEN_BUCKETS`] and as a native histogram.
+    /// Adds a histogram of clients' waits, by one label, with [`TOKEN_BUCKETS`] and as a native histogram.
     pub fn token_latency_vec(&self, name: &str, help: &str, label: &str) -> LatencyHistogramVec {
         let histograms = LatencyHistogramVec::new(self.histogram_vec(name, help, TOKEN_BUCKETS, &[label]));
         let (name, label) = (self.full_name(name), label.to_owned());

@@ -1,5 +1,5 @@
-//! What the process uses, read from `/proc`: the metrics `process_*`, under the names that all Prometheus
-//! clients use.
+//! The resources that the process uses, read from `/proc`: the metrics `process_*`, under the names that all
+//! Prometheus clients use.
 
 use std::fs::read_to_string;
 

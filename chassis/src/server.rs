@@ -37,7 +37,7 @@ use crate::shutdown::Shutdown;
 use crate::task::spawn_guarded;
 use crate::telemetry::RareLines;
 
-/// The limits of one port, with the counts of what they refuse, and the time that it may take to stop.
+/// The limits of one port, with the counts of their refusals, and the time that it may take to stop.
 #[derive(Clone, Debug)]
 pub struct ServerLimits {
     pub connections: ConnectionLimits,

@@ -9,7 +9,7 @@ use scheduler::{GrantedRoom, RoomRequest};
 use tracing::warn;
 use types::{Landing, Prompt, Refusal, RefusalKind};
 
-/// What the router says about the source of a prompt's KV.
+/// The source of a prompt's KV, as the router names it.
 #[derive(Clone, Debug)]
 pub enum PrefillOffer {
     /// The prefill node that can compute the KV.

@@ -40,7 +40,7 @@ fn threads() -> NonZero<usize> {
     named.unwrap_or(NonZero::new(2).expect("two"))
 }
 
-/// Measures what nodes on processors do with a matrix.
+/// Measures the loading of a matrix by nodes on processors.
 fn whole_matrices(criterion: &mut Criterion, processor: &Processor, rows: usize, cols: usize) {
     let dummy = Dummy { seed: 1, processor };
     let matrix = || dummy.matrix("a", rows, cols).expect("memory");
@@ -54,8 +54,8 @@ fn whole_matrices(criterion: &mut Criterion, processor: &Processor, rows: usize,
     group.finish();
 }
 
-/// Measures what nodes on GPUs do with a matrix: each row is generated or read, quantized, and put into the GPU's
-/// order.
+/// Measures the loading of a matrix by nodes on GPUs: each row is generated or read, quantized, and put into the
+/// GPU's order.
 fn packed_rows(criterion: &mut Criterion, processor: &Processor, rows: usize, cols: usize) {
     let dummy = Dummy { seed: 1, processor };
     let stored = SourceRows::Stored(dummy.matrix("a", rows, cols).expect("memory"));

@@ -202,7 +202,7 @@ pub enum LoadError {
         #[source]
         source: std::io::Error,
     },
-    #[error("understand {path}")]
+    #[error("parse {path}")]
     Config {
         path: PathBuf,
         #[source]

@@ -46,7 +46,7 @@ struct Sequence {
     node: usize,
 }
 
-/// What happens to a sequence in one step.
+/// The action of a sequence in one step.
 #[derive(Clone, Copy, Debug)]
 enum Action {
     /// The sequence computes at most this number of tokens.

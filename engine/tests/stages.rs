@@ -25,7 +25,7 @@ const PROMPTS: [(usize, usize); 5] = [(40, 16), (3, 3), (57, 9), (17, 17), (30, 
 static STOP: StopRules =
     StopRules { max_tokens: 100, min_tokens: 0, stop_tokens: Vec::new(), ignore_eos: true };
 
-/// What a sequence got: its tokens and all of its log-probabilities.
+/// The answer of a sequence: its tokens and all of its log-probabilities.
 #[derive(Clone, Debug, Default, PartialEq)]
 struct Answer {
     tokens: Vec<TokenId>,

@@ -25,7 +25,7 @@ const N_BYTES: u32 = u8::MAX as u32 + 1;
 /// Compiles grammars over a vocabulary of single bytes.
 static BYTES: LazyLock<ParserFactory> = LazyLock::new(|| factory(N_BYTES + 1));
 
-/// Returns what compiles grammars over single bytes and tokens without bytes, together `n_tokens`.
+/// Returns the compiler of grammars over single bytes and tokens without bytes, together `n_tokens`.
 fn factory(n_tokens: u32) -> ParserFactory {
     let mut words: Vec<Vec<u8>> = (0..=u8::MAX).map(|byte| vec![byte]).collect();
     words.resize(n_tokens.max(N_BYTES + 1) as usize, Vec::new());

@@ -15,7 +15,7 @@ use types::TokenId;
 use crate::error::ConstraintError;
 use crate::limits::{DEAD_END, plain};
 
-/// A compiled grammar at its beginning. Sequences share what it learns about its lexer.
+/// A compiled grammar at its beginning. Sequences share its lexer's cache.
 pub(crate) struct Compiled {
     beginning: Mutex<Matcher>,
     /// Whether a sequence has failed. The shared lexer may be at its limit, so the next prompt compiles anew.

@@ -24,7 +24,7 @@ fn shown(place: &str) -> &str {
 /// The reason why a sequence can no longer follow its grammar.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ConstraintError {
-    #[error("after these tokens it allows no further one, and the answer may not end")]
+    #[error("after these tokens the grammar allows no further token, and the answer may not end")]
     DeadEnd,
     /// Following the grammar costs more than its limits, or has failed.
     #[error("{0}")]

@@ -4,7 +4,7 @@ use std::fmt;
 
 use types::RequestId;
 
-/// What the blocks of a lease are used for.
+/// The use of the blocks of a lease.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Holding {
     /// The KV of a sequence that runs or waits.

@@ -1,4 +1,4 @@
-//! What a connector is built from.
+//! The parts from which a connector is built.
 
 use std::sync::Arc;
 

@@ -111,7 +111,7 @@ pub fn without_contents(folder: &Path) -> Option<String> {
     })
 }
 
-/// Returns what a file that begins so has in place of a JSON object; `None` if it has one.
+/// Returns the content that a file with this beginning has in place of a JSON object; `None` if it has one.
 fn found_for_object(begin: &[u8]) -> Option<String> {
     let found = match begin.trim_ascii_start() {
         [b'{', ..] => return None,

@@ -91,7 +91,7 @@ impl Gpus {
         let uuids = gpu_uuids(numbers.clone()).ok()?;
         let gpus = numbers.zip(uuids).map(|(number, uuid)| Gpu { number: number.to_string(), uuid });
         let opened = Self::open(Path::new(LIBRARY), gpus.collect());
-        opened.inspect_err(|error| warn!(%error, library = LIBRARY, "figures of GPUs are not available")).ok()
+        opened.inspect_err(|error| warn!(%error, library = LIBRARY, "GPU metrics are not available")).ok()
     }
 
     fn open(library: &Path, gpus: Vec<Gpu>) -> Result<Self, NvmlError> {

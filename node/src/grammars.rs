@@ -22,7 +22,7 @@ pub struct Grammars {
     turn: Arc<Semaphore>,
 }
 
-/// What a node knows about its model's text.
+/// The parts of a model that concern text: its vocabulary and its end tokens.
 #[derive(Debug)]
 struct TextOfModel {
     name: String,

@@ -1,4 +1,4 @@
-//! What every node does in its life: announce, serve, wait, drain.
+//! The life of every node: announce, serve, wait, drain.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,7 +15,7 @@ use crate::connectors::Connectors;
 use crate::error::NodeError;
 use crate::ports::Ports;
 
-/// What a node announces in the registry.
+/// A node's announcement in the registry.
 #[derive(Debug)]
 pub struct Announcement<'a> {
     pub id: NodeId,

@@ -1,4 +1,4 @@
-//! The routers' reports on this node: whether they refuse it, and what a rollout waits for.
+//! The routers' reports on this node: whether they refuse it, and why a rollout must wait.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

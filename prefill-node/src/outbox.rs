@@ -18,7 +18,7 @@ const CHUNKS_MAX: usize = 40;
 /// layer group, a cached prefix, and the handoff.
 const CHUNKS_IN_FLIGHT: usize = 4 * SINK_SLACK;
 
-/// The first token with what belongs to it.
+/// The first token with its timing, and the log-probabilities of the prompt.
 #[derive(Debug)]
 pub(crate) struct FirstToken {
     pub(crate) step: Step,
@@ -138,7 +138,7 @@ async fn keep(mut queue: ChunkQueue) -> Result<(Vec<Chunk>, Handoff), TransferEr
 pub(crate) enum DeliveryError {
     #[error(transparent)]
     Transfer(#[from] TransferError),
-    #[error("the held kv was released")]
+    #[error("the held KV was released")]
     Released,
     #[error("the request's deadline passed")]
     Late,

@@ -32,9 +32,9 @@ pub(crate) enum AbsentMembers {
 }
 
 impl KnownMembers {
-    /// Replaces what is known by the registry's whole state. If absent members may return, a member that is missing
-    /// from this state is removed only at `until`. Members that wait for their removal already wait until then too,
-    /// because no node could announce itself without a connection.
+    /// Replaces the known members by the registry's whole state. If absent members may return, a member that is
+    /// missing from this state is removed only at `until`. Members that wait for their removal already wait until
+    /// then too, because no node could announce itself without a connection.
     pub(crate) fn snapshot(
         &mut self,
         nodes: Vec<NodeInfo>,

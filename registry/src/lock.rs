@@ -30,7 +30,7 @@ impl LockName {
     }
 }
 
-/// What a lease is for.
+/// The entry that a lease keeps.
 #[derive(Clone, Debug)]
 pub(crate) enum Entry {
     Node(Box<NodeInfo>),

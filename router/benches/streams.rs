@@ -191,7 +191,7 @@ fn event(index: usize) -> v1::DecodeEvent {
     v1::DecodeEvent { event: Some(Event::Step((&step).into())), timing: None, prompt_logprobs: None }
 }
 
-/// Makes the stream of what a queue gets.
+/// Makes the stream of a queue's messages.
 fn received<T: Send + 'static>(queue: mpsc::Receiver<T>) -> BoxStream<'static, Result<T, Status>> {
     stream::unfold(queue, |mut queue| async move { Some((Ok(queue.recv().await?), queue)) }).boxed()
 }

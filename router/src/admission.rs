@@ -53,7 +53,7 @@ const NEWEST_ANSWER: f64 = 1.0 / 32.0;
 #[derive(Clone, Debug)]
 pub struct Admission(Arc<Shared>);
 
-/// What admission needs.
+/// The parts that admission needs.
 #[derive(Clone, Debug)]
 pub struct AdmissionParts {
     pub world: World,
@@ -83,7 +83,7 @@ struct ModelLine {
     requests: HashMap<TicketId, WaitingRequest>,
     admitted: UnassignedAdmissions,
     answer_tokens: f64,
-    /// What has arrived, admitted or not.
+    /// The work that has arrived, admitted or not.
     arrived: Arrived,
 }
 
@@ -207,7 +207,7 @@ impl Admission {
         self.lines().values().map(|line| line.line.n_waiting() + line.line.n_served()).sum()
     }
 
-    /// Returns what has arrived for a model, and what waits.
+    /// Returns the work that has arrived for a model, and the work that waits.
     pub(crate) fn arrived(&self, model: &str) -> Arrived {
         self.lines().get(model).map(ModelLine::arrived).unwrap_or_default()
     }
@@ -324,7 +324,7 @@ impl ModelLine {
         self.arrived.answer_tokens += size.answer_tokens;
     }
 
-    /// Returns what has arrived, with what waits now.
+    /// Returns the work that has arrived, with the work that waits now.
     fn arrived(&self) -> Arrived {
         let sum = |of: fn(&RequestSize) -> u64| self.requests.values().map(|request| of(&request.size)).sum();
         Arrived {

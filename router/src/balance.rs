@@ -48,7 +48,7 @@ const GONE_AFTER: Duration = Duration::from_secs(15);
 /// The number of moves that `/debug/cluster` shows.
 const MOVES_SHOWN: usize = 16;
 
-/// What the controller needs.
+/// The parts that the controller needs.
 #[derive(Debug)]
 pub struct BalanceParts {
     pub settings: BalanceSettings,
@@ -86,16 +86,16 @@ impl MoveOutcome {
     }
 }
 
-/// What the controller says, for `/debug/cluster`. Clones share it.
+/// The controller's report for `/debug/cluster`. Clones share it.
 #[derive(Clone, Debug, Default)]
 pub struct BalanceReport(Arc<Mutex<ReportedBalance>>);
 
-/// What `/debug/cluster` shows of the controller.
+/// The controller's state, as `/debug/cluster` shows it.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct ReportedBalance {
     /// Whether this router moves nodes, or why not.
     pub controller: String,
-    /// What was decided last for each model.
+    /// The last decision for each model.
     pub models: BTreeMap<String, String>,
     /// The last moves, the newest last.
     pub moves: Vec<ReportedMove>,
@@ -164,7 +164,7 @@ pub struct Balance {
     asked: Option<NodeClient>,
 }
 
-/// What the controller remembers of one model.
+/// The controller's state for one model.
 #[derive(Debug)]
 struct ModelBalance {
     demand: DemandWindow,
@@ -325,7 +325,7 @@ impl Balance {
     }
 }
 
-/// Returns what is known of a node.
+/// Returns the measured numbers of a node.
 fn numbers(member: &GroupMember, now: Instant) -> NodeNumbers {
     let GroupMember { info, state, load, reported, assigned_tokens } = member;
     let missing = match (state, reported) {

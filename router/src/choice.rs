@@ -59,7 +59,8 @@ pub struct Choice {
     deadline: Pin<Box<Sleep>>,
     has_ended: bool,
     n_steps: u32,
-    /// What was read while other answers of the request began. The answer's tokens bound it.
+    /// The parts of the answer that were read while other answers of the request began. The answer's tokens
+    /// bound it.
     ahead: VecDeque<Delta>,
     origin: RequestOrigin,
 }
@@ -110,8 +111,8 @@ impl Choice {
         std::mem::take(&mut self.generation.prompt_logprobs)
     }
 
-    /// Reads what is ready, while other answers of the request begin. An answer that is not read keeps its KV room, and the
-    /// others may wait for that room.
+    /// Reads the parts that are ready, while other answers of the request begin. An answer that is not read keeps its
+    /// KV room, and the others may wait for that room.
     pub(crate) fn poll_ahead(&mut self, cx: &mut Context<'_>) -> Result<(), ServeError> {
         while let Poll::Ready(Some(delta)) = self.poll_delta(cx) {
             self.ahead.push_back(delta?);
@@ -138,7 +139,7 @@ impl Choice {
         }
     }
 
-    /// Releases what the answer holds: its work on the nodes, and its place in the tenant's limits.
+    /// Releases all that the answer holds: its work on the nodes, and its place in the tenant's limits.
     fn end(&mut self) {
         self.has_ended = true;
         self.generation.steps = futures::stream::empty().boxed();

@@ -72,7 +72,7 @@ struct Shared {
     index: PrefixIndex,
     /// The usable nodes. Routing reads them without the members' lock.
     routable: RwLock<Arc<Routable>>,
-    /// What requests have shown of routes.
+    /// The costs of routes, learned from requests.
     learner: RouteLearner,
     /// A counter of routes. It orders the last uses of nodes.
     turns: AtomicU64,
@@ -159,7 +159,7 @@ impl Cluster {
         ClusterView { nodes, learned: self.shared.learner.costs() }
     }
 
-    /// Returns what requests have shown of routes.
+    /// Returns the costs of routes, learned from requests.
     pub fn learner(&self) -> &RouteLearner {
         &self.shared.learner
     }

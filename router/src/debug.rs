@@ -31,14 +31,14 @@ use crate::requests::Requests;
 use crate::rpc::LedgerDetail;
 use crate::upstream::{LegRole, MemberStatus, SourceState, Upstream};
 
-/// What the pages show.
+/// The parts that the pages show.
 #[derive(Clone, Debug)]
 pub struct DebugParts {
     pub cluster: Cluster,
     pub breakers: Breakers,
     pub requests: Requests,
     pub admission: Admission,
-    /// What the controller of roles does; `None`: nodes are not moved.
+    /// The report of the controller of roles; `None`: nodes are not moved.
     pub balance: Option<BalanceReport>,
     pub metrics: Metrics,
     /// The settings in force.
@@ -94,7 +94,7 @@ async fn servers(State(upstream): State<Upstream>) -> Json<Value> {
     }))
 }
 
-/// What `/debug/cluster` shows.
+/// The parts that `/debug/cluster` shows.
 #[derive(Clone, Debug)]
 struct ClusterParts {
     cluster: Cluster,
@@ -211,7 +211,7 @@ fn node(cluster: &Cluster, info: &NodeInfo, state: &NodeState) -> Value {
     node
 }
 
-/// Returns what a node last reported about its load.
+/// Returns a node's last report about its load.
 fn load(load: NodeLoad) -> Value {
     let mut shown = json!({
         "running": load.running,

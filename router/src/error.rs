@@ -132,8 +132,8 @@ impl ServeError {
         }
     }
 
-    /// Returns what the client should do. Other nodes were already tried, so "retry elsewhere" becomes "retry
-    /// later".
+    /// Returns the action that the client should take. Other nodes were already tried, so "retry elsewhere"
+    /// becomes "retry later".
     pub fn caller_action(&self) -> CallerAction {
         match self {
             Self::Refused { kind, .. } => match kind.caller_action() {

@@ -25,7 +25,7 @@ use types::{
     TransferId, Usage, WireAddress,
 };
 
-/// What a fake node does with a prompt.
+/// The response of a fake node to a prompt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum FakeResponse {
     Serve,

@@ -3,10 +3,11 @@
 //!
 //! Suggested reading order, along the path of a request: the APIs ([`http`], [`grpc`]); tokens and text
 //! ([`text`]); tenants ([`tenants`]); accepted prompts ([`accept`]) and their grammars ([`grammars`]); chats (`chat`) and the answers to a request (`answers`); admission ([`admission`]); routes
-//! ([`policy`] over a view of the [`cluster`], without nodes whose work fails: [`breaker`]) and what is learned from them ([`predictions`]); moves of nodes between roles ([`balance`]); calls to nodes ([`dispatch`] through [`rpc`]), or to servers of other engines ([`upstream`]); the stream
-//! until its last token ([`continuation`]); and the watchdog over all requests ([`watchdog`]) and their
-//! records ([`requests`]). [`serve`] is the trait between the APIs and the cluster; [`server`] starts and
-//! stops the router, and [`drain`] has the phases of its stop.
+//! ([`policy`] over a view of the [`cluster`], without nodes whose work fails: [`breaker`]) and the costs learned from
+//! them ([`predictions`]); moves of nodes between roles ([`balance`]); calls to nodes ([`dispatch`] through [`rpc`]),
+//! or to servers of other engines ([`upstream`]); the stream until its last token ([`continuation`]); and the watchdog
+//! over all requests ([`watchdog`]) and their records ([`requests`]). [`serve`] is the trait between the APIs and the
+//! cluster; [`server`] starts and stops the router, and [`drain`] has the phases of its stop.
 #![forbid(unsafe_code)]
 
 pub mod http;

@@ -251,7 +251,7 @@ impl RouterMetrics {
         }
     }
 
-    /// Sets the gauges of what the router knows of nodes' prefix caches.
+    /// Sets the gauges of nodes by the completeness of the router's list of their cached blocks.
     pub fn show_caches(&self, cluster: &Cluster) {
         for (known, n_nodes) in cluster.n_known() {
             self.caches.with_label_values(&[known.as_str()]).set(n_nodes as i64);

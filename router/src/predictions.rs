@@ -10,11 +10,11 @@ use types::Scheme;
 use crate::metrics::predictions::PredictionMetrics;
 use crate::policy::{Arm, Decision, RouteCosts, SeenTransfer};
 
-/// What the router has learned of routes. Clones share it.
+/// The costs of routes that the router has learned. Clones share them.
 #[derive(Clone, Debug, Default)]
 pub struct RouteLearner(Arc<RwLock<Arc<RouteCosts>>>);
 
-/// What is expected of one attempt, from the decision on.
+/// The prediction for one attempt, from the decision on.
 #[derive(Clone, Debug)]
 pub(crate) struct Prediction {
     learner: RouteLearner,
@@ -33,7 +33,7 @@ struct ComputedAt {
 }
 
 impl RouteLearner {
-    /// Returns what is learned so far.
+    /// Returns the costs learned so far.
     pub fn costs(&self) -> Arc<RouteCosts> {
         Arc::clone(&self.0.read().unwrap_or_else(PoisonError::into_inner))
     }

@@ -66,14 +66,14 @@ pub enum StatusUpdate {
     Blocks(u64, BlockEvent),
 }
 
-/// What a node reports about its work.
+/// A node's report about its work.
 #[derive(Debug)]
 pub enum NodeReport {
     Load(NodeLoad),
     Draining,
 }
 
-/// What a node's ledger lists.
+/// The level of detail of a node's ledger.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LedgerDetail {
     Counts,
@@ -366,7 +366,7 @@ pub enum DecodeProgress {
     },
 }
 
-/// What a decode node says about the time of a step.
+/// A decode node's report of the time of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StepReport {
     /// The part of `queued` in which the sequence waited for KV room.

@@ -64,7 +64,7 @@ pub struct Arrival {
     /// The time at which its prompt was accepted.
     pub accepted: Instant,
     pub detail: Detail,
-    /// What the request asks of admission.
+    /// The request's terms for admission.
     pub terms: AdmissionTerms,
 }
 

@@ -13,7 +13,7 @@ use chassis::guards::{Guard, stands};
 
 use crate::precedence::{Precedence, SequenceId};
 
-/// What growth decisions need to know about a sequence that has blocks.
+/// The facts that growth decisions need about a sequence that has blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Grower {
     pub id: SequenceId,

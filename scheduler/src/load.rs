@@ -107,7 +107,7 @@ struct Mean {
 #[derive(Clone, Copy, Debug, Default)]
 struct PromptPlane(Plane);
 
-/// What prompts add to a step, in milliseconds.
+/// The time that prompts add to a step, in milliseconds.
 #[derive(Clone, Copy, Debug, Default)]
 struct PromptCosts {
     /// The same for any number of tokens.
@@ -257,8 +257,8 @@ impl StepCosts {
         costs.tokens_ms(work) + n_steps * (costs.fixed_ms + self.running_ms(n_running))
     }
 
-    /// Returns what the node reports to routers. A step has at most `step_tokens_max` tokens, and ends within `gap_ms_max` if
-    /// that is not zero.
+    /// Returns the node's report to routers. A step has at most `step_tokens_max` tokens, and ends within `gap_ms_max`
+    /// if that is not zero.
     pub fn learned(&self, step_tokens_max: usize, gap_ms_max: f64) -> LearnedCosts {
         let costs = self.prompts.costs(0.0);
         let (row_ms, context_ms) = self.running.slopes();

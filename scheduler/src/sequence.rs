@@ -78,7 +78,7 @@ struct Hashes {
     hashes: Vec<BlockHash>,
 }
 
-/// What follows a token that was sent.
+/// Whether a sequence continues after a token that was sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum After {
     More,
@@ -237,7 +237,7 @@ impl Sequence {
         layout.blocks_for(self.n_known()).saturating_sub(self.n_blocks())
     }
 
-    /// Returns what decisions about block growth need, if the sequence has blocks.
+    /// Returns the facts that decisions about block growth need, if the sequence has blocks.
     pub(crate) fn grower(&self, precedence: Precedence, layout: &KvLayout) -> Option<Grower> {
         let at_most = layout.blocks_held_at_most().unwrap_or(usize::MAX);
         self.room.as_ref().map(|room| Grower {

@@ -64,7 +64,7 @@ pub struct StepTiming {
     pub work: StepWork,
 }
 
-/// What a worker did between two tokens of a sequence.
+/// The work of a worker between two tokens of a sequence.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StepWork {
     /// The number of steps, the token's own included.

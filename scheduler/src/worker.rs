@@ -397,7 +397,7 @@ impl Worker {
         self.costs
     }
 
-    /// Returns what growth decisions need, for all sequences that hold blocks.
+    /// Returns the facts that growth decisions need, for all sequences that hold blocks.
     fn growers(&self, now: Instant) -> Vec<Grower> {
         let grower = |sequence: &Sequence| {
             sequence.grower(sequence.precedence(now, self.settings.age_bound), &self.model.layout)

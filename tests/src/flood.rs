@@ -9,7 +9,7 @@ use tokio::time::timeout;
 
 use crate::{PATIENCE, executable};
 
-/// What the connections of a flood send.
+/// The bytes that the connections of a flood send.
 #[derive(Clone, Copy, Debug)]
 pub enum Flooding {
     /// The connections send nothing.

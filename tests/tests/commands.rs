@@ -329,7 +329,7 @@ async fn a_missing_tokenizer_and_a_missing_chat_template_are_named() {
     }
 }
 
-/// What Rust's `Debug` formatting leaves in a text.
+/// Texts that Rust's `Debug` formatting leaves in a sentence.
 const RUST_NAMES: [&str; 5] = ["Some(", "None", "Duration", "::", "Ok("];
 
 /// Checks tables on a terminal and on a page, and sentences about differences.

@@ -197,7 +197,7 @@ async fn requests_made_from_the_description_find_no_fault() {
     up.baseline().await;
 }
 
-/// What is checked of each answer.
+/// The checks of each answer.
 const CHECKS: &str =
     "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance";
 

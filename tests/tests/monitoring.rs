@@ -168,7 +168,7 @@ fn the_dashboard_of_gpus_names_known_metrics() {
     }
 }
 
-/// Returns what the rules compute, and what the alerts compare with their thresholds.
+/// Returns the expressions of the rules, and those that the alerts compare with their thresholds.
 fn rules() -> Vec<String> {
     let rules = read("rules.yaml");
     let exprs = values(&rules, "expr").into_iter();

@@ -29,7 +29,7 @@ pub struct NodeLoad {
     pub age_ms: f32,
 }
 
-/// What a node has learned from the durations of its steps. A value of zero is unknown.
+/// The costs that a node has learned from the durations of its steps. A value of zero is unknown.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct LearnedCosts {
     /// Milliseconds per prompt token at the begin of its sequence.

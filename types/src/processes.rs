@@ -63,7 +63,7 @@ impl ProcessGrid {
         self.n_processes() - 1
     }
 
-    /// Returns what a process computes.
+    /// Returns the part of the model that a process computes.
     ///
     /// # Panics
     /// If there is no such process.

@@ -1,9 +1,9 @@
-//! The classification of errors by what the caller should do.
+//! The classification of errors by the caller's action.
 
 use std::fmt;
 use std::time::Duration;
 
-/// What the caller should do about an error.
+/// The action that the caller should take after an error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CallerAction {
     /// The request is at fault; it fails on every node.
@@ -21,7 +21,7 @@ pub enum CallerAction {
 #[error("{kind}: {reason}")]
 pub struct Refusal {
     pub kind: RefusalKind,
-    /// The reason for humans: what was requested and what prevents it.
+    /// The reason for humans: the request and the obstacle.
     pub reason: String,
 }
 

@@ -48,7 +48,7 @@ const LONG_PROMPT: u32 = 400;
 #[derive(Debug, Serialize)]
 pub(super) struct ModelComparison {
     model: String,
-    /// What the model was compared with.
+    /// The reference of the comparison.
     with: &'static str,
     tolerance: Tolerance,
     recorded: Comparison,

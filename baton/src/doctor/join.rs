@@ -1,5 +1,5 @@
-//! Checks what the processes of one node need for each other: the port where the head waits, and NCCL between GPUs of one
-//! stage.
+//! Checks the connections between the processes of one node: the port where the head waits, and NCCL between GPUs of
+//! one stage.
 
 use std::io::{Error, ErrorKind};
 use std::path::PathBuf;

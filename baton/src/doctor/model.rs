@@ -62,7 +62,7 @@ fn mock_file(file: &str) -> Finding {
     }
 }
 
-/// Checks what a node reads of a model's folder.
+/// Checks the files that a node reads from a model's folder.
 fn with_weights(folder: &Path) -> Finding {
     let found = described(folder);
     let is_gguf = matches!(gguf::find(folder), Ok(Some(_)));
@@ -73,7 +73,8 @@ fn with_weights(folder: &Path) -> Finding {
     Finding::bad(GROUP, found, "download the weights as safetensors, and let the process read them")
 }
 
-/// Checks what routers and nodes read of a model's folder, in the format of Hugging Face, or of a GGUF file.
+/// Checks the files that routers and nodes read from a model's folder, in the format of Hugging Face, or of a
+/// GGUF file.
 fn described(folder: &Path) -> Finding {
     let shown = folder.display();
     match gguf::find(folder).map(|file| file.map(|file| (gguf::files(&file), file))) {

@@ -33,7 +33,7 @@ pub struct SurveyRequest<'a> {
     pub probe: Prompt,
 }
 
-/// What a survey has found out about a server.
+/// The results of a survey of a server.
 #[derive(Clone, Debug)]
 pub struct Survey {
     pub model: String,
@@ -43,7 +43,7 @@ pub struct Survey {
     /// The time to the first token of the very first request, in milliseconds.
     pub cold_ttft_ms: f64,
     pub cold_second_token_ms: f64,
-    /// What the server's pages say about its configuration, page by page.
+    /// The server's configuration, as its pages show it, page by page.
     pub config: Map<String, Value>,
 }
 

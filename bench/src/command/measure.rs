@@ -1,4 +1,4 @@
-//! What `serve`, `ab` and `faults` have in common: a target, a run, a report.
+//! The common parts of `serve`, `ab` and `faults`: a target, a run, a report.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

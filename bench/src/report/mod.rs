@@ -59,7 +59,7 @@ pub struct RunReport {
     pub samples: Samples,
 }
 
-/// The origin of a run: what a reader needs to repeat it.
+/// The origin of a run: all that a reader needs to repeat it.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Provenance {
     pub tool: String,
@@ -90,7 +90,7 @@ pub struct MeasuredServer {
     pub cold_ttft_ms: f64,
     #[serde(with = "open_number")]
     pub cold_second_token_ms: f64,
-    /// What the server's pages say about its configuration, page by page.
+    /// The server's configuration, as its pages show it, page by page.
     pub config: Map<String, Value>,
 }
 

@@ -32,7 +32,7 @@ pub enum Kind {
     Mooncake,
 }
 
-/// The settings of what is sent.
+/// The settings of the requests.
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Workload")]
 pub struct WorkloadArgs {

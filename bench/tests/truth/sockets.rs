@@ -43,7 +43,7 @@ fn single(ordinal: u64) -> Session {
     Session::single(Recipe::Drawn(vec![Segment { seed: ordinal, n_tokens: 8 }]), 20)
 }
 
-/// Sends sessions to an address, and returns what the harness records.
+/// Sends sessions to an address, and returns the harness's records.
 async fn load(url: &str, sessions: Vec<Session>, pacing: Pacing, timeout: Duration) -> LoadResult {
     let target = Arc::new(TargetServer::resolve(url).await.expect("it accepts"));
     let job = Drive {

@@ -75,7 +75,7 @@ pub fn has_setting<R: Default + Serialize>(variable: &str) -> bool {
     serde_json::to_value(R::default()).is_ok_and(|known| overrides::names_a_setting(variable, &known))
 }
 
-/// What an error about a setting needs: the known settings, and where the values come from.
+/// The context of errors about settings: the known settings, and the origin of the values.
 struct Loader {
     known: Json,
     origin: Origin,

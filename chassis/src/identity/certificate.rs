@@ -1,4 +1,5 @@
-//! The name in a certificate, `baton://CLUSTER/ROLE/NODE` among its URI names, and who is expected at the other end.
+//! The name in a certificate, `baton://CLUSTER/ROLE/NODE` among its URI names, and the process that is expected at
+//! the other end.
 
 use std::fmt;
 use std::time::Duration;

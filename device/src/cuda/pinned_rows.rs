@@ -130,7 +130,7 @@ impl Card {
     /// Starts a copy from an address of this GPU to one of page-locked memory.
     ///
     /// # Safety
-    /// Both sides have the rows until the copy has ended. No other code reads or writes what is written here.
+    /// Both sides have the rows until the copy has ended. No other code reads or writes these bytes.
     unsafe fn copy_rows(&self, rows: SpacedRows, from: u64, to: u64) -> Result<(), DriverError> {
         let SpacedRows { offset, row_bytes, n_rows, distance } = rows;
         let (from, to) = (from + offset as u64, to + offset as u64);

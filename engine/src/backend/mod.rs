@@ -159,7 +159,7 @@ pub enum ExpertPlacement {
 }
 
 impl ExpertPlacement {
-    /// Refuses experts that are spread, for what does not run on GPUs.
+    /// Refuses experts that are spread, for backends that do not run on GPUs.
     pub fn ensure_cut(self, what: &str) -> Result<(), OpenError> {
         match self {
             Self::Cut => Ok(()),

@@ -36,7 +36,7 @@ impl PreparedStage {
         })
     }
 
-    /// Names what computes the stage. It must be equal in all processes of a node.
+    /// Names the device that computes the stage. It must be equal in all processes of a node.
     pub fn hardware(&self) -> String {
         match self {
             Self::Cpu(_) => "processor".to_owned(),

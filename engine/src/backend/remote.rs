@@ -13,7 +13,7 @@ use types::{BlockIdx, Fingerprint, ProcessShare, TokenId};
 pub use crate::error::StageLost;
 use crate::error::{OpenError, RowError};
 
-/// Another process of a node, and what it computes.
+/// Another process of a node, and its part of the model.
 #[derive(Clone, Debug)]
 pub struct RemoteProcess {
     pub share: ProcessShare,
@@ -30,7 +30,7 @@ pub trait StageMates: Debug + Send + Sync + 'static {
     fn is_lost(&self) -> bool;
 }
 
-/// What joins the ranks of one stage that are in several processes.
+/// The connections between the ranks of one stage that are in several processes.
 #[derive(Clone, Debug)]
 pub struct StageRanks {
     /// On processors, ranks exchange their results with these. On GPUs they only report whether one is lost.
@@ -54,7 +54,7 @@ pub trait RemoteStage: Debug + Send + Sync + 'static {
 
 /// A pipeline stage of this process, which computes for another one.
 pub trait StageProcess: Debug + Send + Sync + 'static {
-    /// Returns what this process has loaded.
+    /// Returns the part of the model that this process has loaded.
     fn loaded(&self) -> &LoadedStage;
 
     /// Takes a step, and does not wait for its results. `signal` is raised as layers are written.
@@ -64,7 +64,7 @@ pub trait StageProcess: Debug + Send + Sync + 'static {
     fn finish(&self) -> Result<StageResults, StageLost>;
 }
 
-/// What a process has loaded of a model.
+/// The part of a model that a process has loaded.
 #[derive(Debug)]
 pub struct LoadedStage {
     pub weights: StageWeights,
@@ -120,7 +120,7 @@ pub struct StageRow {
     pub outcome: Result<(), RowError>,
 }
 
-/// What a stage has computed.
+/// The results of a stage.
 #[derive(Clone, Debug, PartialEq)]
 pub struct StageResults {
     /// The rows for the next stage. From a processor: (tokens, hidden) numbers of f32. From a GPU: as many of bf16, and

@@ -132,7 +132,7 @@ impl Checkpoint {
     }
 }
 
-/// What the scales of an FP8 matrix belong to.
+/// The part of an FP8 matrix that has one scale.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum ScaleUnit {
     Matrix,
@@ -201,7 +201,8 @@ impl Checkpoint {
     }
 }
 
-/// Returns what scales of this name and shape belong to; `None` if they do not fit the matrix.
+/// Returns the part of the matrix that has one scale, by the name and shape of the scales; `None` if they do
+/// not fit the matrix.
 fn scale_unit(name: &str, shape: &[usize], [rows, cols]: [usize; 2]) -> Option<ScaleUnit> {
     let are_of_blocks = shape == [rows.div_ceil(FP8_BLOCK), cols.div_ceil(FP8_BLOCK)];
     match *shape {

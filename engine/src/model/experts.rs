@@ -9,13 +9,13 @@ use super::tensor::Tensor;
 use crate::error::LoadError;
 use crate::load::Weights;
 
-/// What `transformers` adds to a sum of sigmoids that divides.
+/// The number that `transformers` adds to a sum of sigmoids before it divides by the sum.
 const LEAST_SUM: f32 = 1e-20;
 
 #[derive(Debug)]
 pub(super) struct Experts {
     router: Linear,
-    /// What is added to scores for the choice; `None`: nothing.
+    /// The correction that is added to scores for the choice; `None`: nothing.
     correction: Option<Vec<f32>>,
     experts: Vec<Mlp>,
     /// The experts that compute every row, as one.

@@ -2,7 +2,7 @@
 
 use serde::Deserialize;
 
-/// What the mixtures of one architecture are called in a config and in a checkpoint.
+/// The names of one architecture's mixtures in a config and in a checkpoint.
 #[derive(Debug, PartialEq, Eq)]
 pub struct MixtureStyle {
     /// The part of a layer that holds `gate`, the router, and `experts`.

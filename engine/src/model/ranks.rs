@@ -318,7 +318,7 @@ mod tests {
         }
     }
 
-    /// The process logs what was lost, once.
+    /// The process logs the loss once.
     #[test]
     fn ranks_end_without_a_panic_message_if_another_process_is_lost() {
         let n_messages = Arc::new(AtomicU16::new(0));

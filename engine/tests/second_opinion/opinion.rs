@@ -1,4 +1,4 @@
-//! What candle computes.
+//! The results of candle.
 
 use std::collections::HashMap;
 

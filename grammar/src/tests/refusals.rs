@@ -1,4 +1,4 @@
-//! What is refused, and how long that takes.
+//! Tests of refusals, and of the time that they take.
 
 use std::time::{Duration, Instant};
 

@@ -53,7 +53,7 @@ pub(super) trait Rows<S: Accumulate>: Copy + Send + Sync {
     fn row_bytes(self) -> usize;
 }
 
-/// What to do with the existing sums.
+/// Whether a tile begins new sums or continues the existing ones.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Start {
     Fresh,

@@ -58,7 +58,7 @@ pub struct ProcessParts {
     pub side: Side,
     pub head: ConnectorParts,
     pub followers: Vec<ConnectorParts>,
-    /// What each follower has.
+    /// The share of each follower.
     pub shares: Vec<LayersOnRanks>,
     pub follower_path: FollowerPath,
 }

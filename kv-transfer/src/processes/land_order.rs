@@ -1,4 +1,4 @@
-//! The order to a follower to receive the pages of its layers, and what it reports.
+//! The order to a follower to receive the pages of its layers, and the follower's reports.
 
 use std::fmt::Debug;
 use std::sync::Arc;
@@ -26,7 +26,7 @@ pub struct LandOrder {
     pub(crate) tables: Vec<Vec<BlockIdx>>,
 }
 
-/// What a follower reports of one landing.
+/// A follower's report of one landing.
 #[derive(Clone, Debug)]
 pub struct LandingReport {
     pub transfer: TransferId,
@@ -50,7 +50,7 @@ pub enum LandingEvent {
     Quiet,
 }
 
-/// What a follower has received of a landing.
+/// The part of a landing that a follower has received.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct LandedPart {
     pub pages: u32,

@@ -1,4 +1,4 @@
-//! A head's queues of what one follower reports.
+//! A head's queues of one follower's reports.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};

@@ -52,8 +52,8 @@ pub trait OtherProcesses: Debug + Send + Sync + 'static {
 
     /// Makes a process receive its pages of a landing. Never waits.
     ///
-    /// Returns what the process reports. The last report is [`LandingEvent::Quiet`]; if the queue ends without it, the
-    /// process is lost, and the node with it.
+    /// Returns the reports of the process. The last one is [`LandingEvent::Quiet`]; if the queue ends without it,
+    /// the process is lost, and the node with it.
     fn land(&self, process: usize, order: LandOrder) -> mpsc::Receiver<LandingEvent>;
 
     /// Makes a process end a landing. Never waits. Without effect if it has ended.

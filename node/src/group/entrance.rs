@@ -1,4 +1,4 @@
-//! The port where followers join: who is admitted, and to which place.
+//! The port where followers join: the admission of each process to its place.
 
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -30,7 +30,7 @@ static REFUSED: RareLines = RareLines::new();
 pub(super) struct Entrance {
     pub(super) world: World,
     pub(super) gate: Gate,
-    /// What must be equal in all processes.
+    /// The fingerprint of all that must be equal in all processes.
     pub(super) common: Fingerprint,
     pub(super) grid: ProcessGrid,
     pub(super) layers: StageLayers,
@@ -111,7 +111,7 @@ impl Entrance {
         Err(GroupError::Lost(why))
     }
 
-    /// Names what a process computes, and returns the end of its layers.
+    /// Names the process's part of the model, and returns the end of its layers.
     fn named(&self, place: usize) -> (String, u16) {
         if place >= self.grid.head() {
             return (format!("place {place}"), 0);
@@ -144,7 +144,7 @@ impl Entrance {
     }
 }
 
-/// Names the difference between the head and a process at `from`, and what to do.
+/// Names the difference between the head and a process at `from`, and the remedy.
 fn difference(ours: &Fingerprint, theirs: &Fingerprint, from: SocketAddr) -> Option<String> {
     let differences = ours.differences(theirs, |name, ours, theirs| {
         format!("{name} is {ours} at the head and {theirs} at {from}")

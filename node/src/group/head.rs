@@ -25,7 +25,7 @@ use super::{GroupSettings, Prepared, blocking, prepare};
 /// Limit of connections that have not joined yet.
 const JOINING_MAX: usize = 64;
 
-/// What the head needs to gather its followers.
+/// The parts that the head needs to gather its followers.
 #[derive(Clone, Debug)]
 pub struct HeadParts {
     pub world: World,

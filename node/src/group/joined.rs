@@ -34,7 +34,7 @@ const EVENTS_MAX: usize = 8192;
 #[derive(Debug)]
 pub(super) struct JoinedProcess {
     pub(super) place: usize,
-    /// What the follower computes, for an operator.
+    /// The follower's part of the model, in words for an operator.
     name: String,
     pub(super) from: SocketAddr,
     /// The number of blocks for which the follower has room.
@@ -44,7 +44,7 @@ pub(super) struct JoinedProcess {
     /// Where the columns of the follower's ranks go to.
     pub(super) relay: Relay,
     out: Outgoing,
-    /// What the follower reports of landings.
+    /// The follower's reports of landings.
     landings: LandingQueues,
     /// `host:port` where the follower receives KV. Set when it has loaded its weights.
     kv_endpoint: OnceLock<String>,
@@ -63,7 +63,7 @@ pub(super) struct JoinedProcess {
     pub(super) stopping: Shutdown,
 }
 
-/// What a follower reports of a step.
+/// A follower's report of a step.
 #[derive(Debug)]
 enum StageEvent {
     LayersDone { step: u64, layers: u16 },
@@ -225,7 +225,7 @@ impl JoinedProcess {
         self.kv_endpoint.get().cloned().unwrap_or_default()
     }
 
-    /// Makes the follower receive its pages of a landing, and returns what it reports.
+    /// Makes the follower receive its pages of a landing, and returns its reports.
     pub(super) fn land(&self, order: &LandOrder) -> mpsc::Receiver<LandingEvent> {
         let reports = self.landings.begin(order.transfer());
         self.order(OfHead::LandKv(v1::LandKv { order: order.encode().into() }));

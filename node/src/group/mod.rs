@@ -48,7 +48,8 @@ const VERSION: &str = "version";
 const PROTOCOL: &str = "protocol";
 const EXECUTABLE: &str = "executable";
 
-/// Returns what must be equal in all processes of a node: the executable, settings, and the model's files.
+/// Returns the fingerprint of all that must be equal in all processes of a node: the executable, settings,
+/// and the model's files.
 fn common_parts(
     engine: &EngineSettings,
     grid: ProcessGrid,
@@ -79,7 +80,8 @@ fn common_parts(
     Ok(Fingerprint::new(of_model.chain(settings)))
 }
 
-/// A process's share of a model that is not loaded, and what must be equal in all processes of its node.
+/// A process's share of a model that is not loaded, and the fingerprint of all that must be equal in all
+/// processes of its node.
 #[derive(Debug)]
 struct Prepared {
     stage: PreparedStage,

@@ -22,7 +22,8 @@ pub enum StoreError {
 }
 
 impl StoreError {
-    /// Returns what the caller should do. A retry is always possible, because the KV can be computed again.
+    /// Returns the action that the caller should take. A retry is always possible, because the KV can be
+    /// computed again.
     pub fn caller_action(&self) -> CallerAction {
         self.refusal_kind().caller_action()
     }

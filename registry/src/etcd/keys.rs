@@ -10,7 +10,7 @@ pub(crate) struct Keys {
     prefix: String,
 }
 
-/// What a key under the prefix is for.
+/// The purpose of a key under the prefix.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Key {
     /// The key of the mark of etcd's data. If the mark has changed or is absent, the data was replaced.

@@ -33,7 +33,7 @@ pub(crate) struct EtcdFeed {
     heard: Option<EtcdState>,
 }
 
-/// What etcd last reported about its data, to detect an etcd that has lost them.
+/// The last report of etcd about its data, to detect an etcd that has lost them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct EtcdState {
     revision: i64,

@@ -1,6 +1,7 @@
-//! What clients have asked of a model, for the controller that moves nodes between roles.
+//! The work that clients have requested of a model, for the controller that moves nodes between roles.
 
-/// What has arrived for a model since the router started, admitted or not, and what waits in its line.
+/// The work that has arrived for a model since the router started, admitted or not, and the part that waits
+/// in its line.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Arrived {
     /// The tokens of prompts that no node has cached.

@@ -1,4 +1,4 @@
-//! What pages and metrics show of the lines.
+//! The state of the lines, for pages and metrics.
 
 use std::collections::BTreeMap;
 

@@ -1,4 +1,4 @@
-//! What a request asks of admission: its objective, its tenant's weight, and whether it may be shed.
+//! The terms of a request for admission: its objective, its tenant's weight, and whether it may be shed.
 
 use std::fmt;
 use std::num::NonZeroU32;
@@ -48,7 +48,7 @@ pub enum Shedding {
 }
 
 impl AdmissionTerms {
-    /// Returns these terms of a tenant with what the request's headers ask.
+    /// Returns these terms of a tenant with those of the request's headers.
     pub(crate) fn asked(self, slo: Option<&str>, sheddable: Option<&str>) -> Result<Self, AcceptError> {
         let objective =
             slo.map(|text| text.parse::<Objective>().map_err(|reason| AcceptError::invalid(SLO, reason)));

@@ -1,4 +1,4 @@
-//! The demand for one model: what has arrived within a window of time, and what waits.
+//! The demand for one model: the work that has arrived within a window of time, and the work that waits.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -18,11 +18,11 @@ pub(super) struct Demand {
     pub(super) waiting_tokens: f64,
     /// The tokens of answers to them.
     pub(super) waiting_answer_tokens: f64,
-    /// The time in which what waits is to be served, in milliseconds.
+    /// The time in which the waiting work is to be served, in milliseconds.
     pub(super) window_ms: f64,
 }
 
-/// What had arrived at each look within the window.
+/// The work that had arrived by each sample within the window.
 #[derive(Debug)]
 pub(super) struct DemandWindow {
     window: Duration,

@@ -16,11 +16,11 @@ const OVERLOADED: f64 = 1.0;
 /// The most streams of a decode node that count, because the costs of larger steps are not known.
 const STREAMS_MAX: f64 = 256.0;
 
-/// The fewest streams that fill a node by the time of its steps. With few streams a node cannot tell the fixed time of a
-/// step from that of a stream, and may report hardly any fixed time.
+/// The fewest streams that fill a node by the time of its steps. With few streams a node cannot separate the fixed time
+/// of a step from that of a stream, and may report hardly any fixed time.
 const STREAMS_MIN: f64 = 8.0;
 
-/// What is known of the nodes of one model.
+/// The measured numbers of the nodes of one model.
 #[derive(Clone, Debug)]
 pub(super) struct GroupNumbers {
     pub(super) nodes: Vec<NodeNumbers>,
@@ -28,7 +28,7 @@ pub(super) struct GroupNumbers {
     pub(super) demand: Option<Demand>,
 }
 
-/// What is known of one node.
+/// The measured numbers of one node.
 #[derive(Clone, Debug)]
 pub(super) struct NodeNumbers {
     pub(super) id: NodeId,

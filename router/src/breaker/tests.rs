@@ -13,7 +13,7 @@ fn at(ms: u64) -> Duration {
     Duration::from_millis(ms)
 }
 
-/// What happens to a breaker in a row of the table.
+/// An event of a breaker in a row of the table.
 #[derive(Clone, Copy, Debug)]
 enum Event {
     Fail,

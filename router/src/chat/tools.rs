@@ -27,7 +27,7 @@ pub(crate) struct Tools {
     pub(crate) demand: Option<ToolDemand>,
 }
 
-/// What `tool_choice` demands of an answer.
+/// The calls that `tool_choice` demands of an answer.
 #[derive(Debug)]
 pub(crate) struct ToolDemand {
     tools: Vec<ForcedTool>,

@@ -30,7 +30,7 @@ struct Share {
     sent: Option<Instant>,
 }
 
-/// What has changed since a node's last report: prompts that it does not include, their tokens to compute, and
+/// The changes since a node's last report: prompts that it does not include, their tokens to compute, and
 /// streams that have ended.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Unreported {

@@ -30,7 +30,7 @@ pub(super) enum Usability {
     Leaving,
 }
 
-/// What the decision depends on besides the nodes.
+/// The inputs of the decision besides the nodes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct DecisionContext {
     pub(super) in_force: Option<FingerprintDigest>,

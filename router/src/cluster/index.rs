@@ -1,8 +1,8 @@
 //! Hot path. The prefix index: which nodes have which KV blocks.
 //!
-//! Nodes' block events fill it (`super::mirror`), and routes add what a node is about to have. Routing reads it
-//! without any other lock. The index is divided into shards, each with a lock of its own, that is held for one block,
-//! or for one pass over the shard when a node leaves.
+//! Nodes' block events fill it (`super::mirror`), and routes add blocks that a node is about to have. Routing reads
+//! it without any other lock. The index is divided into shards, each with a lock of its own, that is held for one
+//! block, or for one pass over the shard when a node leaves.
 //!
 //! A block is known by 64 bits of its hash. Block hashes are keyed, so two prompts cannot be made to share them.
 
@@ -55,7 +55,7 @@ struct NodeState {
     n_blocks: AtomicU64,
 }
 
-/// What the router knows of a node's prefix cache.
+/// The completeness of the router's list of a node's cached blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CacheKnowledge {
     /// All cached blocks.
@@ -224,7 +224,7 @@ impl IndexedNode {
         nth.map_or(0, |nth| matches.0[nth].1)
     }
 
-    /// Returns what the router knows of the node's cache.
+    /// Returns the completeness of the list of the node's cached blocks.
     pub fn knowledge(&self) -> CacheKnowledge {
         let Some(slot) = self.slot else { return CacheKnowledge::Blind };
         let node = &self.index.shared.nodes[usize::from(slot.0)];

@@ -102,7 +102,8 @@ pub struct WantedFingerprint {
     pub fingerprint: FingerprintDigest,
 }
 
-/// What the router reports to a node about the node: whether it gets work, and whether a rollout may go on.
+/// The router's report to a node about itself: whether the node gets work, and whether a rollout may
+/// continue.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct WorkStatus {
     /// The reason why the node gets no work. `None`: it is in use, or has left.
@@ -156,7 +157,7 @@ pub(super) struct Members {
 
 pub(super) struct Member {
     pub(super) info: Arc<NodeInfo>,
-    /// What routing reads of the node.
+    /// The part of the node's state that routing reads.
     pub(super) node: Arc<RoutableNode>,
     fingerprint: FingerprintDigest,
     /// The state of the node's status stream.
@@ -458,7 +459,7 @@ impl Members {
         format!("`{name}` is served by {n} nodes with {in_force} ({reason}), this node has {own}{mismatch}")
     }
 
-    /// Returns what the router reports to the member: its refusal, and whether a rollout must wait.
+    /// Returns the router's report to the member: its refusal, and whether a rollout must wait.
     fn work_status_of(&self, member: &Member) -> WorkStatus {
         let state = self.state(member);
         let refusal = state.reason().map(str::to_owned);

@@ -1,4 +1,4 @@
-//! Hot path. What routing reads of the nodes, without the members' lock.
+//! Hot path. The state of nodes that routing reads, without the members' lock.
 //!
 //! [`Routable`] is a list of the usable nodes, replaced as a whole when it changes. The parts of a node that change all
 //! the time, such as its load, have a lock of their own.
@@ -80,7 +80,7 @@ impl RoutableNode {
         *self.reported.lock().unwrap_or_else(PoisonError::into_inner) = Some(now);
     }
 
-    /// Counts a prompt against the node: what the node is to compute, and the blocks that it will have.
+    /// Counts a prompt against the node: the work that the node is to do, and the blocks that it will have.
     pub(super) fn assign(
         &self,
         hashes: &[BlockHash],

@@ -373,8 +373,8 @@ async fn a_new_life_replaces_the_old_one() {
     test_cluster.state("d", &NodeState::Ready).await;
 }
 
-/// A node changes its role, and back, while this router hears nothing from the registry: it learns from the next status
-/// stream that the node accepts work again.
+/// A node changes its role, and back, while this router receives nothing from the registry: it learns from the next
+/// status stream that the node accepts work again.
 #[tokio::test(start_paused = true)]
 async fn a_drain_ends_with_a_new_stream_that_begins_with_a_load() {
     let test_cluster = test_cluster().await;

@@ -1,4 +1,4 @@
-//! `/debug/requests` and `/debug/requests/ID`: what happened to requests. No text, token or key is shown.
+//! `/debug/requests` and `/debug/requests/ID`: the records of requests. No text, token or key is shown.
 
 use std::collections::BTreeMap;
 use std::time::Duration;

@@ -155,7 +155,7 @@ impl RoutingPolicy for SlowPolicy {
     }
 }
 
-/// Each decision sees what the ones before it have assigned, also if prompts come together.
+/// Each decision includes the assignments of earlier decisions, also if prompts come together.
 #[tokio::test(flavor = "multi_thread", worker_threads = 3)]
 async fn prompts_that_come_together_do_not_take_each_other_s_node() {
     let seen = Arc::default();

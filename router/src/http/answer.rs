@@ -1,4 +1,4 @@
-//! What the answers of both endpoints have in common, and the trait for their differences.
+//! The common parts of both endpoints' answers, and the trait for their differences.
 
 use std::fmt;
 use std::sync::Arc;
@@ -19,7 +19,7 @@ use crate::answers::{AnsweredPrompt, BegunAnswers, Deltas};
 use crate::choice::{ChoiceFinish, Delta, WholeChoice};
 use crate::text::ServedModel;
 
-/// What all answers have.
+/// The form of an endpoint's answers.
 pub(crate) trait AnswerShape: fmt::Debug + Send + Sync + Unpin + 'static {
     /// The prefix of an answer's id.
     const ID: &'static str;

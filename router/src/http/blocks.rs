@@ -93,7 +93,7 @@ impl BlockAnswer {
         Self { usage, ..Self::default() }
     }
 
-    /// Adds a delta and reports what it does to blocks.
+    /// Adds a delta and reports its effect on blocks.
     fn add(&mut self, delta: &Delta, report: &mut impl FnMut(BlockEvent<'_>)) {
         let Parts { reasoning, text, calls } = &delta.parts;
         self.output_tokens += 1;

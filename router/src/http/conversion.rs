@@ -1,4 +1,4 @@
-//! What the conversions of other endpoints' requests to chats have in common.
+//! The common parts of the conversions of other endpoints' requests to chats.
 
 use serde_json::{Map, Value};
 

@@ -11,7 +11,7 @@ use super::request_fields::{Endpoint, FIELDS, FieldSupport};
 use crate::accept::{INPUTS_MAX, LOGPROBS_MAX, N_MAX};
 use crate::chat::tools::TOOLS_MAX;
 
-/// One endpoint: its method, path, and what it is for. `docs/api.md` lists the same.
+/// One endpoint: its method, path and purpose. `docs/api.md` lists the same.
 type Row = (&'static str, &'static str, &'static str);
 
 const ENDPOINTS: &[Row] = &[

@@ -279,7 +279,7 @@ struct Gathered<S> {
     gathered: BytesMut,
     /// The wait for other tasks since the last piece.
     yielded: Option<Arc<Yielded>>,
-    /// What follows the gathered bytes: an error, or the end.
+    /// The event after the gathered bytes: an error, or the end.
     end: Option<Result<(), ServeError>>,
 }
 

@@ -42,8 +42,8 @@ fn bounded<T>(prompts: Vec<T>) -> Result<Vec<T>, AcceptError> {
     Ok(prompts)
 }
 
-/// Reads the field in one pass: the first element of a list tells what the others are. `serde`'s untagged enums would keep
-/// each token id in 32 bytes first.
+/// Reads the field in one pass: the first element of a list determines the type of the others. `serde`'s untagged enums
+/// would keep each token id in 32 bytes first.
 impl<'de> Deserialize<'de> for PromptField {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         deserializer.deserialize_any(PromptVisitor)

@@ -32,7 +32,7 @@ impl PredictionMetrics {
         self.regret.observe(decision.regret_ms / 1e3);
     }
 
-    /// Records a prediction and what was seen.
+    /// Records a prediction and the observed value.
     pub(crate) fn compare(&self, arm: Arm, predicted_ms: f64, seen_ms: f64) {
         let values =
             [("predicted", predicted_ms), ("seen", seen_ms), ("difference", (predicted_ms - seen_ms).abs())];

@@ -1,8 +1,8 @@
 //! Compares the predicted cost of all routes, also of those on which the decode node computes the prompt.
 //!
 //! A cost is the time to the second token plus the delay of the streams on the decode node. The time to the second
-//! token is the wait in the queue, the computation of what is not cached, the calls, the part of the transfer that
-//! the computation does not hide, and the first decode step. The cheapest route that is predicted to meet the
+//! token is the wait in the queue, the computation of the uncached tokens, the calls, the part of the transfer
+//! that the computation does not hide, and the first decode step. The cheapest route that is predicted to meet the
 //! request's objective is taken. If there is none, the route that misses it by least is taken.
 //!
 //! A decode node with streams computes a prompt only if this hardly delays the streams, if it saves many times their
@@ -24,7 +24,7 @@ const COMPARED_MAX: usize = 8;
 
 /// The difference up to which costs count as equal: predictions are not exact.
 const SIMILAR_MS: f64 = 0.5;
-/// The same for routes of one arm, as a share of the cost: what nodes have learned of their speeds differs a little.
+/// The same for routes of one arm, as a share of the cost: the speeds that nodes have learned differ a little.
 const SIMILAR_SHARE: f64 = 0.03;
 /// The difference for the two arms: then the earlier first token decides, because users wait for it.
 const SIMILAR_ARMS_MS: f64 = 3.0;

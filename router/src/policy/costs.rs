@@ -20,7 +20,7 @@ const SLOWEST_NODE: f64 = 4.0;
 const SIMILAR: f64 = 1.1;
 const SIMILAR_MS: f64 = 0.5;
 
-/// One prompt in this number takes a route that looks worse, so that what is known of it stays up to date.
+/// One prompt in this number takes a route that looks worse, so that its learned costs stay up to date.
 pub(super) const EXPLORE_ONE_IN: u64 = 256;
 
 /// Returns the nodes whose costs are similar to the lowest, in their order.

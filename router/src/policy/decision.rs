@@ -1,4 +1,4 @@
-//! What a policy decides for a prompt, and what it expects of the decision.
+//! The decision of a policy for a prompt, and the times that it predicts.
 
 use std::sync::Arc;
 
@@ -45,7 +45,7 @@ pub enum Choice {
     Explored,
 }
 
-/// A route, and what the policy expects of it.
+/// A route, and the policy's prediction for it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Decision {
     pub route: Route,
@@ -78,7 +78,7 @@ pub struct Terms {
     pub cached_tokens: u32,
     /// The wait until the prompt's first step.
     pub queue_ms: f64,
-    /// The computation of what is not cached. On a decode node it includes the streams in the same steps.
+    /// The computation of the uncached tokens. On a decode node it includes the streams in the same steps.
     pub compute_ms: f64,
     /// The calls between router and nodes.
     pub calls_ms: f64,

@@ -1,4 +1,4 @@
-//! What a router has learned from the times of its own requests: the connectors' rates, and the time of calls.
+//! The costs that a router has learned from its own requests: the connectors' rates, and the time of calls.
 //!
 //! Every value is a decaying mean within bounds, so that one request with a fault changes little.
 
@@ -162,7 +162,7 @@ mod tests {
         SeenTransfer { bytes, moved_ms, computed_ms, tail_ms }
     }
 
-    /// Returns what is learned from transfers, each as often as its number says.
+    /// Returns the costs learned from these transfers, each repeated by its number.
     fn learned(transfers: &[(SeenTransfer, usize)]) -> ConnectorCosts {
         let (mut costs, tcp) = (RouteCosts::default(), Scheme::new("tcp"));
         for (one, times) in transfers {

@@ -66,7 +66,7 @@ impl<'a> Ask<'a> {
         self.prompt.tokens.len() as u64
     }
 
-    /// Returns what a node has to compute of the prompt.
+    /// Returns the part of the prompt that a node has to compute.
     pub(crate) fn missing(&self, node: &NodeView) -> PromptWork {
         PromptWork::of(u64::from(node.cached_tokens)..self.n_tokens())
     }
@@ -92,7 +92,7 @@ pub enum NoRoute {
 #[derive(Clone, Debug, Default)]
 pub struct ClusterView {
     pub nodes: Vec<NodeView>,
-    /// What the router has learned from earlier requests.
+    /// The costs that the router has learned from earlier requests.
     pub learned: Arc<RouteCosts>,
 }
 
@@ -103,7 +103,7 @@ pub struct NodeView {
     pub load: NodeLoad,
     /// The number of prompts assigned to the node that `load` does not include.
     pub assigned: u32,
-    /// What the node is to compute of the assigned prompts.
+    /// The work that the node is to do for the assigned prompts.
     pub assigned_work: PromptWork,
     /// The router's route counter at the node's last assignment; zero if it had none.
     pub last_turn: u64,

@@ -1,10 +1,10 @@
 //! Chooses nodes that have the beginning of the prompt in their caches, unless other nodes are faster without
 //! it.
 //!
-//! The cost of a prefill node is its queue and the computation of what it lacks. The cost of a decode node is its next
-//! steps, and what has to be moved to it, or computed on it. Among nodes with similar costs, the policy chooses the node
-//! with the longest cached prefix. Among nodes with equal prefixes it chooses the one whose last assignment is the
-//! oldest, so that new prompts spread evenly.
+//! The cost of a prefill node is its queue and the computation of the tokens that it lacks. The cost of a decode node
+//! is its next steps, and the KV that has to be moved to it, or computed on it. Among nodes with similar costs, the
+//! policy chooses the node with the longest cached prefix. Among nodes with equal prefixes it chooses the one whose
+//! last assignment is the oldest, so that new prompts spread evenly.
 
 use std::cmp::Reverse;
 

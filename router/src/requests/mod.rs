@@ -1,4 +1,4 @@
-//! What happened to each request: those under way, the last that ended, and the slowest.
+//! The records of requests: those under way, the last that ended, and the slowest.
 //!
 //! Operators read it on `/debug/requests`. A record has no text, no token and no key.
 

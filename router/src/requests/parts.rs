@@ -80,9 +80,9 @@ impl PartTimes {
     }
 }
 
-/// Divides the time that the router sees by what a node reports about it. The node's clock may run
-/// differently, and a report may cover time that passed before; so each piece is cut to what is left, the
-/// last piece first.
+/// Divides the time that the router measures by a node's report about it. The node's clock may run
+/// differently, and a report may cover time that passed before; so each piece is cut to the remaining time,
+/// the last piece first.
 ///
 /// Returns the pieces as they count, and the rest.
 pub(super) fn divide(seen: Duration, reported: &[(Part, Duration)]) -> (Vec<(Part, Duration)>, Duration) {

@@ -111,11 +111,11 @@ pub struct Gap {
     pub token: u32,
     pub took: Duration,
     pub parts: PartTimes,
-    /// What the node did in the gap, if it has said so.
+    /// The node's work in the gap, if the node has reported it.
     pub report: Option<StepReport>,
 }
 
-/// What a record says at one moment.
+/// The summary of a record at one moment.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct RequestSummary {
     /// `None` while the request is under way.
@@ -147,7 +147,7 @@ pub struct RequestSummary {
 #[derive(Clone, Debug)]
 pub struct RequestRecord(Arc<Record>);
 
-/// What is known of a request when its record begins.
+/// The facts about a request at the start of its record.
 #[derive(Clone, Debug)]
 pub struct RecordHead {
     pub id: RequestId,
@@ -180,14 +180,14 @@ struct State {
     since: Instant,
     part: Part,
     part_since: Instant,
-    /// What the next step of a decode node waits for: [`Part::PrefillCall`], [`Part::Transfer`],
+    /// The part that the next step of a decode node waits for: [`Part::PrefillCall`], [`Part::Transfer`],
     /// [`Part::DecodeWait`] or [`Part::Decode`].
     awaited: Part,
     /// The last step that a decode node has timed, until it is given to the client.
     report: Option<StepReport>,
     /// The last token given to the client: its time, and the parts then.
     last_token: Option<(Instant, PartTimes)>,
-    /// What is expected of the last try.
+    /// The prediction for the last try.
     prediction: Option<Prediction>,
     /// The request's stream on a decode node.
     stream: Option<RunningStream>,
@@ -283,7 +283,7 @@ impl RequestRecord {
         self.state().summary.note(at, event);
     }
 
-    /// Notes the decision for a try, and what is expected of it.
+    /// Notes the decision for a try, and its prediction.
     pub(crate) fn decided(&self, decision: &Decision, prediction: Prediction) {
         let mut state = self.state();
         state.summary.decision = Some(Arc::new(decision.clone()));

@@ -72,7 +72,7 @@ struct Keys {
     metrics: RouterMetrics,
 }
 
-/// What a request claims about its client, before verification.
+/// The claims of a request about its client, before verification.
 #[derive(Clone, Copy, Default)]
 pub struct Claims<'a> {
     pub peer: Option<IpAddr>,

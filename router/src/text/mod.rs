@@ -29,7 +29,7 @@ use tools::ToolFormat;
 
 use crate::error::{AcceptError, TextError};
 
-/// A model with what the router needs to serve requests for it.
+/// A model with the parts that the router needs to serve requests for it.
 #[derive(Clone, Debug)]
 pub struct ServedModel {
     pub name: String,
@@ -194,7 +194,7 @@ impl RouterModels {
         }
     }
 
-    /// Limits each model to what all of these nodes can serve, and removes earlier limits.
+    /// Limits each model to the lengths that all of these nodes can serve, and removes earlier limits.
     pub fn fit<'a>(&self, nodes: impl Iterator<Item = &'a ModelInfo> + Clone) {
         let mut models = self.by_name.write().unwrap_or_else(PoisonError::into_inner);
         for (name, known) in models.iter_mut() {

@@ -77,7 +77,7 @@ impl ReasoningParser {
         text.push_str(characters.as_str());
     }
 
-    /// Appends what is held back, at the end of the answer.
+    /// Appends the text that is held back, at the end of the answer.
     pub(super) fn finish(&mut self, reasoning: &mut String, text: &mut String) {
         let held = self.finder.take_held();
         match self.state {

@@ -46,7 +46,7 @@ impl TagFinder {
         held
     }
 
-    /// Appends what is held, except its longest end that may begin a tag.
+    /// Appends the text that is held, except its longest end that may begin a tag.
     fn release(&mut self, tags: &[&'static str], text: &mut String) {
         text.push_str(&self.spaces);
         self.spaces.clear();

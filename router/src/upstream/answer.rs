@@ -53,7 +53,7 @@ pub(super) struct OpenLegs {
 /// The time that a prefill leg has for its end after the answer's, so that its connection can be used again.
 const PREFILL_END_GRACE: Duration = Duration::from_millis(500);
 
-/// What a request holds until its answer ends.
+/// The values that a request holds until its answer ends.
 #[derive(Debug)]
 pub(super) struct HeldByAnswer {
     pub(super) outcome: Outcome,
@@ -223,7 +223,7 @@ impl From<FailedLeg> for ServeError {
     }
 }
 
-/// Returns what an engine's error status means for the outcome of a request.
+/// Returns the outcome of a request that an engine's error status means.
 pub(super) fn kind_of(status: u16) -> RefusalKind {
     match status {
         429 => RefusalKind::Full,

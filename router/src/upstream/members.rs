@@ -17,7 +17,7 @@ const HEALTH_EVERY: Duration = Duration::from_millis(500);
 /// The longest time of a health check's answer. A busy server answers late.
 const HEALTH_WITHIN: Duration = Duration::from_secs(5);
 
-/// What a server does for a request.
+/// The leg of a request that a server computes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LegRole {
     Prefill,
@@ -94,7 +94,8 @@ pub(super) struct Member {
     pub(super) address: MemberAddress,
     /// Locked for one look-up or change.
     state: Mutex<MemberState>,
-    /// What the last health check found. A failed connect changes only the state, because other legs may be answered.
+    /// The result of the last health check. A failed connect changes only the state, because other legs may be
+    /// answered.
     checked: watch::Sender<Health>,
 }
 

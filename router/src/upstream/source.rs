@@ -85,7 +85,7 @@ impl Source {
                     if backoff.is_fresh() {
                         warn!(
                             role,
-                            url, reason, "list of upstream servers not read, the last one stays in use"
+                            url, reason, "list of upstream servers was not read, the last list stays in use"
                         );
                     }
                     metrics.upstream_source_failures.with_label_values(&[role]).inc();
@@ -117,7 +117,7 @@ fn addresses(role: &str, values: &[Vec<u8>]) -> Vec<MemberAddress> {
         let text = String::from_utf8_lossy(value);
         let address = MemberAddress::parse(text.trim());
         if address.is_none() {
-            warn!(role, value = %text, "upstream server ignored: its value in etcd is no URL of a server");
+            warn!(role, value = %text, "upstream server ignored: its value in etcd is not the URL of a server");
         }
         address
     };

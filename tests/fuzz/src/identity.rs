@@ -6,7 +6,7 @@ use chassis::identity::{CertName, ClusterSecret, Identity, link};
 use chassis::net::{MemoryNet, Net as _};
 use tokio::io::AsyncWriteExt as _;
 
-/// The first byte chooses what is shown. Nothing that is made without the secret is accepted.
+/// The first byte chooses the kind of proof. Nothing that is made without the secret is accepted.
 pub fn identity(bytes: &[u8]) {
     let Some((what, shown)) = bytes.split_first() else { return };
     match what % 3 {

@@ -1,4 +1,4 @@
-//! A KV receiver with one landing, and a client that connects and sends what the bytes describe.
+//! A KV receiver with one landing, and a client that connects and sends the messages that the bytes describe.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -27,8 +27,8 @@ const STALL_MS: u64 = 500;
 /// The time limit of the test, longer than any wait of the receiver.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Lets a client send what the bytes describe. For all bytes there is no panic, KV arrives only after the
-/// right grant, and every block comes back.
+/// Lets a client send the messages that the bytes describe. For all bytes there is no panic, KV arrives only
+/// after the right grant, and every block comes back.
 pub fn kv_receiver(bytes: &[u8]) {
     super::in_paused_time(async {
         let parts = parts();

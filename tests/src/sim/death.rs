@@ -21,7 +21,7 @@ pub struct DeathInChange {
     pub down: Duration,
 }
 
-/// What happens to a node now.
+/// The next event of a node that dies.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum DeathStep {
     Dies(String, Crash),

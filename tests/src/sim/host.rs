@@ -359,7 +359,7 @@ impl RouterHost {
         self.running.as_ref().map(|life| &life.cluster)
     }
 
-    /// Returns what the router still holds for requests; nothing if none is under way.
+    /// Returns the values that the router still holds for requests; none if no request is under way.
     pub fn left_over(&self) -> Option<String> {
         let life = self.running.as_ref()?;
         let (n_inside, n_assigned) = (life.dispatch.admission().n_inside(), life.cluster.n_assigned());

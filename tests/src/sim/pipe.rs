@@ -26,7 +26,7 @@ pub struct Connection {
     wires: Wires,
 }
 
-/// What a connection's faults depend on.
+/// The properties of a connection on which its faults depend.
 #[derive(Debug)]
 pub struct Wires {
     /// Whether this is a connection for KV, on which a bit may be flipped.

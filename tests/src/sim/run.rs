@@ -170,7 +170,7 @@ impl Run {
             }
             sleep(Duration::from_millis(50)).await;
         }
-        self.log.say("everybody knows everybody");
+        self.log.say("all processes know each other");
     }
 
     async fn play(mut self) -> RunCounts {

@@ -25,7 +25,7 @@ const NAMES: &[&str] = &["etcd", "router", "head", "rank", "prefill", "decode", 
 const OF_DECODE: &[&str] = &["first", "second", "decode"];
 const MODEL: &str = "qwen2-window";
 
-/// What the two processes of the prefill node compute.
+/// The division of the prefill node's work between its two processes.
 #[derive(Clone, Copy, Debug)]
 enum Prefill {
     /// A stage each.
@@ -363,7 +363,7 @@ async fn cluster(prefill: Prefill) -> (Cluster, Vec<Question>) {
     (cluster, questions)
 }
 
-/// Runs `test` while an orchestrator restarts what ends.
+/// Runs `test` while an orchestrator restarts processes that end.
 async fn supervised(cluster: &Cluster, test: impl Future<Output = ()>) {
     tokio::select! {
         () = cluster.supervise() => {}

@@ -194,7 +194,7 @@ async fn a_process_is_lost(plan: GroupPlan) {
     drop(group);
 }
 
-/// What a process must not join is refused, and each side names what differs.
+/// A process that does not fit is refused, and each side names the difference.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn processes_that_do_not_fit_are_refused() {
     let path = folder("llama");

@@ -55,7 +55,7 @@ async fn chat(browser: &mut Browser, text: &str) {
     assert!(answer.as_str().is_some_and(|answer| answer.len() > 3), "{answer}");
 }
 
-/// Checks what the panels show of the cluster and of the load.
+/// Checks the panels for the cluster and for the load.
 async fn check_panels(browser: &mut Browser, up: &Up, model: &str) {
     browser.until(&format!("{ALL_PANELS}.length === 9")).await;
     browser.until(&format!("{ALL_PANELS}.every((panel) => panel.dataset.state === 'data')")).await;

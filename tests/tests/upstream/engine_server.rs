@@ -36,7 +36,7 @@ pub enum Role {
     Decode,
 }
 
-/// What a server does with requests.
+/// The response of a server to requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Act {
     Answer,

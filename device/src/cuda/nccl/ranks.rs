@@ -67,7 +67,7 @@ struct Handle {
 unsafe impl Send for Handle {}
 
 impl RankSums {
-    /// Waits until all ranks have joined, or one is lost. `end` is what ends the sums of this rank.
+    /// Waits until all ranks have joined, or one is lost. `end` ends the sums of this rank.
     pub fn join(
         card: &Card,
         place: RankPlace,

@@ -26,7 +26,7 @@ pub(super) struct LoadedModel {
 }
 
 impl LoadedModel {
-    /// Loads some neighbouring layers, with what is before the first and after the last one.
+    /// Loads some neighbouring layers, with the parts before the model's first and after its last one.
     pub(super) fn load(
         folder: &ModelFolder,
         settings: &CpuSettings,

@@ -136,7 +136,7 @@ impl Rank {
         self.seat.nth() == 0 && self.stage.layers.end < self.stage.n_layers
     }
 
-    /// Computes the rank's share of the stage's layers, and what follows the last layer.
+    /// Computes the rank's share of the stage's layers, and of the output after the last layer.
     pub(super) fn forward(&self, step: &Step, scratch: &Scratch) -> Forwarded {
         let parts = PassParts {
             processor: &self.processor,
@@ -231,7 +231,8 @@ impl Rank {
 }
 
 impl Step {
-    /// Returns what another process needs to compute a share of the step. `hidden` are the rows of the stage before.
+    /// Returns the message with which another process computes a share of the step. `hidden` are the rows of the
+    /// stage before.
     pub(super) fn input(&self, hidden: Bytes) -> StageInput {
         let rows =
             self.passing().zip(&self.outcomes).map(|(row, outcome)| row.for_process(outcome)).collect();

@@ -21,7 +21,7 @@ pub(super) struct Draws {
     n_masks: u32,
 }
 
-/// What samples a row's token.
+/// The sampler of a row's token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum SampledBy {
     /// The GPU, which always computes the likeliest token.

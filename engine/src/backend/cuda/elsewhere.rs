@@ -56,7 +56,7 @@ struct SampledTokens {
 #[derive(Debug)]
 struct UseCounts(Vec<u32>);
 
-/// What this process needs for the stages in other processes.
+/// The parts that this process needs for the stages in other processes.
 #[derive(Debug)]
 pub(super) struct ElsewhereParts<'a> {
     pub(super) remote: &'a [RemoteProcess],

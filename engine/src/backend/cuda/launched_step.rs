@@ -53,12 +53,12 @@ pub(super) struct Source<'a> {
     pub(super) lost: &'a LostFlags,
 }
 
-/// What makes results invalid: the flags of the stages whose ranks wait for each other, and the reason why a stage in
-/// another process is lost.
+/// The signs of invalid results: the flags of the stages whose ranks wait for each other, and the reason why a stage
+/// in another process is lost.
 #[derive(Clone, Debug, Default)]
 pub(super) struct LostFlags {
     pub(super) of_ranks: Arc<[LostFlag]>,
-    /// What ends the sums with ranks of other processes.
+    /// The handles that end the sums with ranks of other processes.
     pub(super) sums: Arc<[EndOfSums]>,
     pub(super) elsewhere: Arc<OnceLock<StageLost>>,
 }

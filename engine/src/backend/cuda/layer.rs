@@ -17,7 +17,7 @@ use super::rank_links::RankLinks;
 use super::weights::{DenseWeights, ExpertWeights, FeedForward, LayerWeights, Linear};
 use super::workspace::Workspace;
 
-/// What the rows in the workspace's `normed` are.
+/// The state of the rows in the workspace's `normed`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum NormState {
     /// The rows are normed.

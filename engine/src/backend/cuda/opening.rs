@@ -45,7 +45,7 @@ struct AllocatedRank {
     products: Products,
     /// `None` with one rank, or ranks in several processes.
     peers: Option<Peers>,
-    /// What joins the ranks of several processes; `None` if they are in one.
+    /// Joins the ranks of several processes; `None` if they are in one.
     sums: Option<JoinSums>,
     links: StageLinks,
     space: Workspace,

@@ -65,7 +65,7 @@ struct Launcher {
     ring: TokenRing,
     n_launched: u64,
     room: StepRoom,
-    /// What rows ask for, if this process has ranks of the last stage.
+    /// The sampling parameters of rows, if this process has ranks of the last stage.
     wants: Option<Arc<Wants>>,
     first_layer: u16,
     /// The numbers of a row that this process passes on; 0 without the first rank.
@@ -75,7 +75,7 @@ struct Launcher {
     launched: SyncSender<LaunchedRows>,
 }
 
-/// What the rows of the last stage ask for. The head samples, so the tokens do not matter.
+/// The sampling parameters of the rows of the last stage. The head samples, so the tokens do not matter.
 #[derive(Debug)]
 struct Wants {
     sampling: Sampling,
@@ -83,7 +83,7 @@ struct Wants {
     tokens: Vec<TokenId>,
 }
 
-/// What the GPUs were prepared for.
+/// The largest step that the GPUs were prepared for.
 #[derive(Debug)]
 struct StepRoom {
     bounds: Bounds,
@@ -397,7 +397,7 @@ fn row_of<'a>(row: &'a StageRow, tables: &'a [&'a [BlockIdx]], wants: Option<&'a
 }
 
 impl Wants {
-    /// Makes what rows of up to `n_tokens` tokens ask for.
+    /// Makes the sampling parameters for rows of up to `n_tokens` tokens.
     fn new(n_tokens: usize) -> Self {
         let (sampling, stop) = (Sampling::default(), StopRules::default());
         Self { sampling, stop, tokens: vec![TokenId(0); n_tokens] }

@@ -31,7 +31,7 @@ pub(super) struct ProcessSums {
     has_begun: bool,
 }
 
-/// What a rank needs to join those of other processes.
+/// The parts that a rank needs to join those of other processes.
 #[derive(Debug)]
 pub(super) struct JoinSums {
     id: UniqueId,
@@ -60,7 +60,7 @@ impl RankLinks {
 }
 
 impl JoinSums {
-    /// Makes what one rank joins by.
+    /// Makes the parts with which one rank joins.
     pub(super) fn of(ranks: &StageRanks) -> Result<Self, OpenError> {
         let StageRanks { mates, sums_id } = ranks;
         let unreadable = |_| OpenError::StageLost(StageLost("the head has sent no id of NCCL".to_owned()));

@@ -22,7 +22,7 @@ pub struct CudaSettings {
     /// that the previous stage uses.
     pub stages: StageSplit,
     pub experts: ExpertPlacement,
-    /// What this process computes, if other processes compute the rest; `None`: this one computes all.
+    /// The part of the model that this process computes; `None`: it computes all.
     pub only: Option<ProcessShare>,
     pub limits: StepLimits,
     pub load_format: LoadFormat,

@@ -72,7 +72,7 @@ pub(super) struct DenseWeights {
 pub(super) struct ExpertWeights {
     /// One row for each expert.
     pub(super) router: Buffer<Bf16>,
-    /// What is added to scores for the choice, if the model has it.
+    /// The correction that is added to scores for the choice, if the model has one.
     pub(super) correction: Option<Buffer<f32>>,
     pub(super) groups: Option<GroupLimit>,
     pub(super) scaling: f32,

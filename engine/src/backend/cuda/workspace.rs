@@ -70,7 +70,7 @@ pub(super) struct Workspace {
     pub(super) qkv: Buffer<Bf16>,
     /// The output of attention: (tokens, heads of q).
     pub(super) attended: Buffer<Bf16>,
-    /// What latent attention computes beside these; `None` without it.
+    /// The further buffers of latent attention; `None` without it.
     pub(super) latent: Option<LatentSpace>,
     /// The output of a layer's part, to be added to the residual: (tokens, hidden).
     pub(super) given: Buffer<Bf16>,

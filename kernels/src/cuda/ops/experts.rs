@@ -37,7 +37,8 @@ const ROUNDED_FROM: usize = 48;
 /// How a row's experts are chosen and weighted, beside [`ExpertSizes`].
 #[derive(Clone, Copy, Debug)]
 pub struct ExpertChoice<'a> {
-    /// What is added to the sigmoids of scores for the choice; `None`: scores are exponentials, divided by their sum.
+    /// The correction that is added to the sigmoids of scores for the choice; `None`: scores are exponentials,
+    /// divided by their sum.
     pub correction: Option<View<'a, f32>>,
     /// The number of groups of neighbouring experts, and of those whose experts a row may have; `None`: any.
     pub groups: Option<[usize; 2]>,
@@ -73,7 +74,7 @@ pub enum ExpertInput<'a> {
     },
 }
 
-/// What is done with the sums of each row's experts.
+/// The output of the sums of each row's experts.
 #[derive(Debug)]
 pub enum ExpertSums<'a> {
     Written(ViewMut<'a, Bf16>),

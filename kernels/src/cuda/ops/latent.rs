@@ -226,7 +226,8 @@ pub struct LatentAttention<'a> {
     pub scale: f32,
 }
 
-/// What attention of single tokens needs beside [`LatentAttention`]: see [`DecodeAttention`](super::DecodeAttention).
+/// The buffers that attention of single tokens needs beside [`LatentAttention`]: see
+/// [`DecodeAttention`](super::DecodeAttention).
 #[derive(Debug)]
 pub struct LatentRows<'a> {
     pub parts: ViewMut<'a, f32>,

@@ -67,7 +67,7 @@ impl Fp8Kernels {
     }
 }
 
-/// What is done with the sums of a product.
+/// The output of the sums of a product.
 #[derive(Debug)]
 pub enum ManyRows<'a> {
     /// The output is a number for each pair of rows.

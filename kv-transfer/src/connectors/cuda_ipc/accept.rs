@@ -161,7 +161,7 @@ mod tests {
         (0..n_files).map(|_| File::open("/dev/null").expect("it is there").into()).collect()
     }
 
-    /// Sends a greeting and what may follow, and returns what the receiver makes of it.
+    /// Sends a greeting and the bytes after it, and returns the receiver's result.
     async fn told(
         greeting: &[u8; GREETING_BYTES],
         n_files: usize,

@@ -72,7 +72,7 @@ enum ThreadJob {
 /// A value that is held for its drop: a slot, slots, or a peer's memory.
 pub(in crate::connectors) type Guard = Arc<dyn Any + Send + Sync>;
 
-/// What must live until a copy job is done, even if its answer is no longer awaited.
+/// The values that must live until a copy job is done, even if its answer is no longer awaited.
 #[derive(Debug, Default)]
 pub(in crate::connectors) struct Held {
     /// Counts the copy for its landing.
@@ -138,7 +138,8 @@ impl CopyThread {
 }
 
 impl Room<'_> {
-    /// Waits for a copy job and returns its digests. The job continues, with what it holds, if this future is dropped.
+    /// Waits for a copy job and returns its digests. The job continues, with the values that it holds, if this future
+    /// is dropped.
     pub(in crate::connectors) async fn take(
         self,
         copy_job: CopyJob,

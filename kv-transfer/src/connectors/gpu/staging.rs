@@ -170,7 +170,8 @@ impl CardMover {
         self.slots.as_ref().expect("the slots are there until the drop")
     }
 
-    /// Returns what must live until a copy job is done: the slots, the slot's guard and the landing's count of copies.
+    /// Returns the values that must live until a copy job is done: the slots, the slot's guard and the landing's count
+    /// of copies.
     fn held(&self, place: &InSlot, pending_copy: Option<PendingCopy>) -> Held {
         Held { pending_copy, slots: Some(Arc::clone(self.slots()) as Guard), slot: place.guard.clone() }
     }

@@ -54,7 +54,7 @@ pub(super) struct Link {
     streams: Vec<Task<()>>,
 }
 
-/// The streams of a link differ in what the receiver sends on them.
+/// The streams of a link differ in the receiver's messages on them.
 #[derive(Clone, Copy, Debug)]
 enum StreamKind {
     /// Stream 0: answers and heartbeats.

@@ -144,7 +144,7 @@ impl Links {
     }
 }
 
-/// What the table has for an endpoint.
+/// The table's entry for an endpoint.
 enum Known {
     Open(Arc<Link>),
     Connecting(Shared<Connecting>),

@@ -56,7 +56,7 @@ pub(in crate::connectors) struct Receiver {
     failed: RareLines,
 }
 
-/// Who grants the landings that the links fill.
+/// The process that grants the landings that the links fill.
 #[derive(Clone, Debug)]
 pub(in crate::connectors) enum Grants {
     /// This process does. Stream 0 makes a link and opens landings.

@@ -92,7 +92,8 @@ async fn one_of_two_processes_for_a_place_is_refused() {
     assert_eq!(refused.why, "place 2 is none of the 2 of other processes: `--place` counts from 0");
 }
 
-/// Sends bytes to the head as the first ones of a connection. Returns why the head refuses them, and what it answers.
+/// Sends bytes to the head as the first ones of a connection. Returns the head's reason for the refusal, and its
+/// answer.
 async fn answer_to(bytes: &[u8]) -> (String, Vec<u8>) {
     let (ours, mut theirs) = tokio::io::duplex(1 << 16);
     theirs.write_all(bytes).await.expect("room");

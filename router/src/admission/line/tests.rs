@@ -1,4 +1,4 @@
-//! The line with a virtual clock: its order, its refusals, and what it does to tenants under overload.
+//! The line with a virtual clock: its order, its refusals, and its fairness to tenants under overload.
 
 use std::collections::HashMap;
 
@@ -236,7 +236,7 @@ fn a_ticket_leaves_when_its_objective_is_lost_or_after_the_longest_wait() {
     }
 }
 
-/// What happens in a line.
+/// An event in a line.
 #[derive(Clone, Debug)]
 enum Action {
     Enter {

@@ -1,4 +1,4 @@
-//! What a simulation serves, and on which machine.
+//! The load and the machine of a simulation.
 
 use std::iter::successors;
 

@@ -29,7 +29,7 @@ use crate::serve::{Arrival, Complete, Detail, Generation, Ready, Serve, ServeErr
 use crate::text::tokenizer::END;
 use crate::text::{RouterModels, ServedModel, Tokenizer};
 
-/// What the scripted [`Serve`] does with a prompt.
+/// The response of the scripted [`Serve`] to a prompt.
 pub(crate) enum ScriptedEvent {
     Refuse(ServeError),
     /// Does something when the future has ended.

@@ -28,7 +28,7 @@ struct Served {
     _serving: Task<Result<(), chassis::StillHeld>>,
 }
 
-/// Writes a new certificate and its key. Returns what a client must trust.
+/// Writes a new certificate and its key. Returns the certificate that a client must trust.
 fn write(folder: &TempDir) -> RootCertStore {
     write_valid(folder, 2000..2100)
 }

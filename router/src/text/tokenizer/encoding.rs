@@ -40,7 +40,7 @@ pub struct TextEncoding {
     tokenizer: Arc<Tokenizer>,
     text: PromptText,
     scope: CacheScope,
-    /// The end of what is tokenized.
+    /// The end of the tokenized text.
     end: usize,
     tokens: Vec<TokenId>,
     counts: PieceCounts,
@@ -104,7 +104,7 @@ impl TextEncoding {
         self.text.as_str().len() - self.end
     }
 
-    /// Returns the tokens of what was tokenized, and the counts.
+    /// Returns the tokens of the tokenized text, and the counts.
     pub fn into_tokens(self) -> (Vec<TokenId>, PieceCounts) {
         (self.tokens, self.counts)
     }

@@ -86,7 +86,7 @@ impl ToolFormat {
         Self::NAMED.iter().map(|(name, _)| *name)
     }
 
-    /// Finds the format in a chat template, by what the template tells the model to write.
+    /// Finds the format in a chat template, by the text that the template instructs the model to write.
     pub fn of_template(source: &str) -> Option<Self> {
         let has = |text: &str| source.contains(text);
         if has("<tool_call>") {

@@ -126,7 +126,7 @@ proptest! {
         }
     }
 
-    /// Any text, made of what the formats look for, is divided without loss of order and without a panic.
+    /// Any text, made of the marks of the formats, is divided without loss of order and without a panic.
     #[test]
     fn any_text_is_divided_the_same_in_pieces(
         words in prop::collection::vec(prop::sample::select(PIECES), 0..40),

@@ -118,7 +118,8 @@ pub(super) async fn whole(body: AnswerBytes) -> Result<Bytes, String> {
     Ok(body.map_err(|error| format!("the answer broke: {error}"))?.to_bytes())
 }
 
-/// Says why the API server refused a call, and what is missing. `status` is such as `403 Forbidden`.
+/// Names the reason why the API server refused a call, and the missing right. `status` is such as `403
+/// Forbidden`.
 fn refusal(status: &str, body: &[u8]) -> String {
     let message = match serde_json::from_slice::<Value>(body) {
         Ok(Value::Object(answer)) => answer.get("message").and_then(Value::as_str).map(str::to_owned),

@@ -96,7 +96,7 @@ impl Lines {
     }
 }
 
-/// Reads one line. An error says what is wrong with it, or why the API server ends the watch.
+/// Reads one line. An error names the fault of the line, or the reason why the API server ends the watch.
 fn parse(line: &[u8]) -> Result<WatchEvent, String> {
     let unreadable = |error| format!("a line of the watch cannot be read: {error}");
     let Line { r#type, object } = serde_json::from_slice(line).map_err(unreadable)?;

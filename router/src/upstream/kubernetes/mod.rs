@@ -150,7 +150,11 @@ impl ServiceWatch {
                 (self.slices, self.listed) = (found, Instant::now());
                 if self.slices.is_empty() {
                     let ServiceUrl { service, .. } = &self.service;
-                    warn!(service, namespace = self.namespace, "no EndpointSlices: is there such a Service?");
+                    warn!(
+                        service,
+                        namespace = self.namespace,
+                        "no EndpointSlices found: does the Service exist?"
+                    );
                 }
                 return Ok(page.metadata.resource_version);
             }

@@ -149,7 +149,11 @@ impl Family {
                 Some(SocketAddr::new(ip, port))
             }
             _ => {
-                warn!(slice, address = first, "endpoint ignored: its address is none of the slice's family");
+                warn!(
+                    slice,
+                    address = first,
+                    "endpoint ignored: its address is not of the slice's address type"
+                );
                 None
             }
         }

@@ -13,14 +13,15 @@ const PAUSE: Duration = Duration::from_micros(20);
 /// Limit of pauses without a change. Then the clock moves although a thread should compute.
 const PAUSES_MAX: u32 = 3_000;
 
-/// What the processes have done, so that the clock knows whether a thread computes. Clones are handles to the same one.
+/// The progress of the processes. The clock reads it to detect whether a thread computes. Clones are handles to the
+/// same one.
 #[derive(Clone, Debug)]
 pub struct Progress {
     /// Never held across an await.
     seen: Arc<Mutex<Seen>>,
 }
 
-/// What was seen of a run.
+/// The observed progress of a run.
 #[derive(Clone, Debug)]
 pub struct Seen {
     pub connections: Vec<ConnectionSeen>,
@@ -42,7 +43,7 @@ pub struct Seen {
 #[derive(Debug)]
 pub struct StoppedClock(Progress);
 
-/// What was seen on the connection of one follower.
+/// The observed progress of the connection of one follower.
 #[derive(Clone, Debug, Default)]
 pub struct ConnectionSeen {
     /// The head's steps that have entered the relay, and those that have left it.
@@ -55,7 +56,7 @@ pub struct ConnectionSeen {
     /// Whether the follower has sent that it has loaded its weights, and whether that has arrived.
     pub has_loaded: bool,
     pub is_known_to_be_loaded: bool,
-    /// Whether the head knows that the connection has ended.
+    /// Whether the head has noticed that the connection has ended.
     pub is_closed: bool,
     /// The number of directions that stand still. What was sent there is not seen.
     pub n_held: u32,

@@ -25,7 +25,7 @@ pub const LONG_PAUSE_MS: u64 = 7_000;
 /// Links of KV notice a shorter standstill neither as a stall nor as a silence.
 pub const NOTICED_AFTER: Duration = Duration::from_millis(1_000);
 
-/// One run: what is computed, and what happens meanwhile.
+/// One run: its computations, and the faults meanwhile.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Plan {
     pub n_followers: usize,
@@ -52,7 +52,7 @@ pub struct Fault {
     pub what: FaultKind,
 }
 
-/// What happens to a process of the node.
+/// A fault of a process of the node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ProcessFault {
     /// All connections of the process end, or stand still if its machine dies.
@@ -75,7 +75,7 @@ pub enum Direction {
     ToFollower,
 }
 
-/// What happens to a message, or from this message on.
+/// A fault of one message, or from this message on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FaultKind {
     Lose,

@@ -37,7 +37,7 @@ pub struct Processes {
     followers: Vec<Follower>,
 }
 
-/// What all processes have in common.
+/// The common settings of all processes.
 #[derive(Clone, Debug)]
 pub struct ProcessSettings {
     pub n_followers: usize,
@@ -122,7 +122,7 @@ impl Processes {
         }
     }
 
-    /// Returns what stops the head's threads.
+    /// Returns the handle that stops the head's threads.
     pub fn standstill_of_head(&self) -> Standstill {
         self.head.standstill.clone()
     }
@@ -263,7 +263,7 @@ impl Processes {
         }
     }
 
-    /// Notes what a fault does.
+    /// Records the effects of a fault.
     fn note(&self, change: impl FnOnce(&mut Seen)) {
         self.settings.waits.progress.note(|seen| {
             change(seen);

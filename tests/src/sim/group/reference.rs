@@ -1,4 +1,4 @@
-//! What one process computes for the prompts of all runs.
+//! The results of one process for the prompts of all runs.
 
 use std::ops::Range;
 use std::path::Path;

@@ -28,7 +28,7 @@ struct FollowerReport {
 }
 
 impl LandingReports {
-    /// Notes what has entered the relay.
+    /// Records the messages that have entered the relay.
     pub fn sent(&self, follower: usize, direction: Direction, body: &[u8]) {
         let Direction::ToFollower = direction else { return };
         let Ok(v1::FromHead { message: Some(OfHead::LandKv(v1::LandKv { order })) }) = proto::decode(body)
@@ -39,7 +39,7 @@ impl LandingReports {
         self.of_followers().entry((order.transfer(), follower)).or_default();
     }
 
-    /// Notes what has left the relay.
+    /// Records the messages that have left the relay.
     pub fn arrived(&self, follower: usize, direction: Direction, body: &[u8]) {
         let Direction::ToHead = direction else { return };
         let Ok(v1::FromFollower { message: Some(OfFollower::KvReport(v1::KvReport { report })) }) =

@@ -32,7 +32,7 @@ use super::reports::LandingReports;
 use super::waits::{Waits, on_virtual_clock};
 use super::work::{CHUNKS_MAX, OUTCOMES_MAX, Outcome, PromptWork, Worker};
 
-/// A landing's own deadline. It must not be what ends a transfer.
+/// A landing's own deadline. No transfer may end by it.
 const LANDING_FOR: Duration = Duration::from_secs(600);
 /// The longest time from the begin of a short pause, or from its end at the head, until links of KV are there again.
 const LINKS_BACK_WITHIN: Duration = Duration::from_secs(8);
@@ -66,7 +66,7 @@ struct Run {
     own_gate: Gate,
 }
 
-/// The gates of what must have ended after the run.
+/// The gates of the tasks that must have ended after the run.
 struct Gates {
     head: Gate,
     /// The head's connector.

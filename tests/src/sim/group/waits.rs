@@ -1,4 +1,4 @@
-//! The runtime of a run, and its waits, which report what has not ended in time.
+//! The runtime of a run, and its waits, which name the tasks that have not ended in time.
 
 use std::pin::pin;
 use std::thread;
@@ -18,7 +18,7 @@ use super::reference::JOIN_MS;
 pub const ENDS_WITHIN: Duration = Duration::from_secs(10);
 /// The time within which everything ends without a fault that stops progress.
 const DONE_WITHIN: Duration = Duration::from_secs(60);
-/// The interval of looks at what has no notification.
+/// The interval of checks of a state without notifications.
 pub const LOOK_EVERY: Duration = Duration::from_millis(50);
 /// How long threads may wait for a core, in milliseconds of the real clock.
 pub const THREADS_RUN_WITHIN_MS: u32 = 2_000;

@@ -33,7 +33,7 @@ pub struct PromptWork {
     pub chunks: mpsc::Sender<Chunk>,
 }
 
-/// What the thread reports.
+/// A report of the thread.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Outcome {
     /// All steps of a wave have their right results.

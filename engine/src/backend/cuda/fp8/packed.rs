@@ -155,7 +155,7 @@ impl RowScratch {
 
 // === impl PackedColumns ===
 
-/// What packing found in a row.
+/// The result of packing a row.
 struct PackedRow {
     has_nan: bool,
 }

@@ -24,7 +24,7 @@ struct Load {
     storms: bool,
 }
 
-/// What became of one tenant's prompts.
+/// The results of one tenant's prompts.
 #[derive(Clone, Debug, Default)]
 struct Served {
     n_arrived: usize,

@@ -54,7 +54,7 @@ pub enum CacheUse {
     IfThere,
 }
 
-/// Who gives a landing up, and how long after its begin.
+/// The side that cancels a landing, and the time after its begin.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Cancel {
     Receiver(Duration),
@@ -67,7 +67,7 @@ pub struct TimedFault {
     pub what: Event,
 }
 
-/// What happens to a process, or between a sender and a process of the node.
+/// A fault of a process, or between a sender and a process of the node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Event {
     /// Both directions stand still for this time. Nothing is lost.

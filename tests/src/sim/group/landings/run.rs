@@ -68,7 +68,7 @@ struct Run {
     disturbed: Mutex<BTreeSet<usize>>,
 }
 
-/// The gates of what must have ended after the run.
+/// The gates of the tasks that must have ended after the run.
 #[derive(Debug)]
 struct Gates {
     head: Gate,
