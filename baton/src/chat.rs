@@ -187,6 +187,8 @@ impl Endpoint {
     async fn send(&self, mut request: Request<Full<Bytes>>) -> Result<Response<Incoming>, CommandError> {
         request.headers_mut().extend(self.headers.clone());
         let response = self.client.request(request).await.map_err(|error| self.unreachable(&error))?;
+        let base = &self.base;
+        http_url::refuse_grpc(&response).map_err(|reason| CommandError::work(format!("{base}: {reason}")))?;
         if response.status() == StatusCode::OK {
             return Ok(response);
         }

@@ -42,6 +42,7 @@ async fn ask(url: Uri) -> Result<ExitCode, CommandError> {
         .get(url.clone())
         .await
         .map_err(|error| CommandError::work(format!("{url}: {}", http_url::failure(&error))))?;
+    http_url::refuse_grpc(&response).map_err(|reason| CommandError::work(format!("{url}: {reason}")))?;
     let status = response.status();
     let body = response.into_body().collect().await.map_err(CommandError::work)?.to_bytes();
     if status.is_success() {

@@ -2,10 +2,14 @@
 
 use std::error::Error;
 
-use hyper::Uri;
+use hyper::{Response, Uri};
 use types::in_full;
 
 use crate::exit::CommandError;
+
+/// The ports that most commands need.
+const ADMIN_PORTS: &str =
+    "give an admin port (node.admin, router.admin), or the router's http port for `chat`";
 
 /// The advice for a port that uses TLS. Only the HTTP port has the pages that `chat` needs.
 const NO_TLS: &str = "this command does not speak TLS: give a port with plain http, as the admin ports of nodes and \
@@ -19,6 +23,17 @@ pub(crate) fn failure(error: &(dyn Error + 'static)) -> String {
     match is_no_http {
         true => format!("the port does not answer in plain http; {NO_TLS}"),
         false => in_full(error),
+    }
+}
+
+/// Refuses the answer of a gRPC port, which has the status 200 whatever it says.
+pub(crate) fn refuse_grpc<T>(response: &Response<T>) -> Result<(), String> {
+    let kind = response.headers().get("content-type").and_then(|kind| kind.to_str().ok());
+    match kind {
+        Some(kind) if kind.starts_with("application/grpc") => {
+            Err(format!("this is a gRPC port; {ADMIN_PORTS}"))
+        }
+        _ => Ok(()),
     }
 }
 
@@ -70,6 +85,15 @@ mod tests {
         assert!(told.contains("does not answer in plain http") && told.contains("router.admin"), "{told}");
         let told = failure(&std::io::Error::other("gone"));
         assert_eq!(told, "gone");
+    }
+
+    #[test]
+    fn the_answer_of_a_grpc_port_is_refused() {
+        let answer =
+            |kind: &str| Response::builder().header("content-type", kind).body(()).expect("a response");
+        assert_eq!(refuse_grpc(&answer("application/json")), Ok(()));
+        let refused = refuse_grpc(&answer("application/grpc")).expect_err("gRPC");
+        assert!(refused.contains("node.admin"), "{refused}");
     }
 
     #[test]

@@ -91,6 +91,7 @@ async fn ask(
     }
     let request = request.body(Empty::new())?;
     let response = client.request(request).await?;
+    http_url::refuse_grpc(&response)?;
     let status = response.status();
     let bytes = response.into_body().collect().await?.to_bytes();
     let body = serde_json::from_slice(&bytes).unwrap_or(Value::Null);

@@ -152,9 +152,13 @@ impl TransferError {
         }
     }
 
-    /// Returns the code for metrics and logs.
+    /// Returns the code for metrics and logs. A cancelled request or a closed connector is no fault of the wire.
     pub fn word(&self) -> &'static str {
-        self.refusal_kind().map_or("bug", RefusalKind::code)
+        let kind = match self {
+            Self::Cancelled | Self::Closed => Some(RefusalKind::Cancelled),
+            _ => self.refusal_kind(),
+        };
+        kind.map_or("bug", RefusalKind::code)
     }
 
     /// Returns whether the GPU's driver cannot do this on this machine, whatever the settings are.

@@ -135,6 +135,7 @@ mod tests {
         let tcp = Scheme::new("tcp");
         metrics.arrived(&tcp, 1_000_000_000, Some(Duration::from_secs(1)));
         metrics.failed(&tcp, &TransferError::Cancelled);
+        assert_eq!(metrics.transfers.with_label_values(&["tcp", "in", "cancelled"]).get(), 1);
         metrics.refetched(&tcp, 3);
         let counted = metrics.quarantined(7);
         assert_eq!(metrics.quarantined.get(), 7);

@@ -341,6 +341,15 @@ impl NodeConfig {
                 "expert.decode.landings_max is zero: no KV could arrive".to_owned(),
             ));
         }
+        check_connectors(&transfer.connectors)?;
+        for (setting, value) in [
+            ("expert.node.stuck_ms", expert.node.stuck_ms),
+            ("expert.connections.admin_max", expert.connections.admin_max as u64),
+        ] {
+            if value == 0 {
+                return Err(NodeError::Config(format!("{setting} is zero: the node would never be ready")));
+            }
+        }
         let advertise = node.advertised().map_err(NodeError::Config)?;
         let settings = transfer.settings(&expert.transfer, &node.advertise);
         let config = Self {
@@ -378,9 +387,54 @@ impl NodeConfig {
     }
 }
 
+/// Refuses a connector that would be made twice, and would listen twice on `transfer.listen`.
+fn check_connectors(names: &[String]) -> Result<(), NodeError> {
+    let mut once = std::collections::BTreeSet::new();
+    let is_double = names.iter().any(|name| !once.insert(name.as_str()));
+    if is_double || once.contains("auto") && once.len() > 1 {
+        let names = names.join(", ");
+        let reason = format!("transfer.connectors is {names}: give each name once, and auto alone");
+        return Err(NodeError::Config(reason));
+    }
+    Ok(())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn settings_with_which_no_node_works_are_refused() {
+        let refused = |change: fn(&mut RawNodeConfig)| {
+            let mut raw = RawNodeConfig::default();
+            change(&mut raw);
+            NodeConfig::resolve(raw).expect_err("it is refused").to_string()
+        };
+        for (change, reason) in [
+            (
+                (|raw| raw.transfer.connectors = vec!["tcp".to_owned(), "tcp".to_owned()])
+                    as fn(&mut RawNodeConfig),
+                "transfer.connectors is tcp, tcp: give each name once, and auto alone",
+            ),
+            (
+                |raw| raw.transfer.connectors = vec!["auto".to_owned(), "tcp".to_owned()],
+                "transfer.connectors is auto, tcp: give each name once, and auto alone",
+            ),
+            (
+                |raw| raw.expert.node.stuck_ms = 0,
+                "expert.node.stuck_ms is zero: the node would never be ready",
+            ),
+            (
+                |raw| raw.expert.connections.admin_max = 0,
+                "expert.connections.admin_max is zero: the node would never be ready",
+            ),
+        ] {
+            let refused = refused(change);
+            assert!(refused.ends_with(reason), "{refused}");
+        }
+        let connectors = vec!["shm".to_owned(), "tcp".to_owned()];
+        assert!(check_connectors(&connectors).is_ok());
+    }
 
     #[test]
     fn an_advertised_host_has_no_port() {

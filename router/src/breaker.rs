@@ -239,9 +239,10 @@ impl Breakers {
 
     fn path_failed(&self, route: &Route, refusal: &Refusal, now: Instant) {
         let Some(path) = PathEnds::of(route, None) else { return };
-        if let Some(Breaker { open_for, .. }) = self.failing().paths.failed(path, now) {
-            let (from, to) = (route.prefill.as_ref().map(|node| &node.id), &route.decode.id);
-            info!(?from, %to, ?open_for, %refusal, "KV was lost between two nodes: this pair is not used for a while");
+        let opened = self.failing().paths.failed(path.clone(), now);
+        if let Some(Breaker { open_for, .. }) = opened {
+            let [from, to] = path.nodes();
+            info!(%from, %to, ?open_for, %refusal, "KV was lost between two nodes: this pair is not used for a while");
         }
     }
 
@@ -288,7 +289,8 @@ impl Trial {
         if let Tried::Path(path) = &self.of
             && self.breakers.failing().paths.worked(path)
         {
-            info!(?path, "KV is sent between two nodes again");
+            let [from, to] = path.nodes();
+            info!(%from, %to, "KV is sent between two nodes again");
         }
     }
 }

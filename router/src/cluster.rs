@@ -309,6 +309,11 @@ impl Cluster {
         self.members().by_id.get(id).is_some_and(|member| member.is_old)
     }
 
+    /// Returns why there is no status stream from a member, if the last attempt to open one failed.
+    pub fn no_stream(&self, id: &NodeId) -> Option<String> {
+        self.members().by_id.get(id)?.no_stream.clone()
+    }
+
     /// Returns all members, usable or not.
     pub fn everyone(&self) -> Vec<(Arc<NodeInfo>, NodeState)> {
         let members = self.members();
@@ -424,7 +429,7 @@ impl Cluster {
             mirror.forget();
             self.members().stream_ended(&info);
             match followed {
-                Ok(()) => self.unreachable(&info),
+                Ok(reason) => self.unreachable(&info, reason),
                 Err(gap) => {
                     warn!(node = %info.id, %gap, "block events from the node have a gap, asking for all blocks")
                 }
@@ -435,23 +440,27 @@ impl Cluster {
         }
     }
 
-    /// Reads one status stream until it breaks or has a gap. Every update resets the pause.
+    /// Reads one status stream until it breaks or has a gap. Returns why it broke. Every update resets the pause.
     async fn follow_status(
         &self,
         info: &NodeInfo,
         client: &NodeClient,
         mirror: &mut CacheMirror,
         pause: &mut Duration,
-    ) -> Result<(), Gap> {
-        let Ok(mut updates) = client.status().await else { return Ok(()) };
-        while let Ok(Some(update)) = updates.next().await {
-            match update {
-                StatusUpdate::Report(report) => self.update(info, report),
-                StatusUpdate::Blocks(number, event) => mirror.apply(number, &event)?,
+    ) -> Result<String, Gap> {
+        let mut updates = match client.status().await {
+            Ok(updates) => updates,
+            Err(failure) => return Ok(failure.refusal.reason),
+        };
+        loop {
+            match updates.next().await {
+                Ok(Some(StatusUpdate::Report(report))) => self.update(info, report),
+                Ok(Some(StatusUpdate::Blocks(number, event))) => mirror.apply(number, &event)?,
+                Ok(None) => return Ok("the node has ended it".to_owned()),
+                Err(failure) => return Ok(failure.refusal.reason),
             }
             *pause = *FOLLOW_AGAIN.start();
         }
-        Ok(())
     }
 
     fn update(&self, info: &NodeInfo, report: NodeReport) {
@@ -463,9 +472,9 @@ impl Cluster {
         self.shared.reported.notify_one();
     }
 
-    fn unreachable(&self, info: &NodeInfo) {
+    fn unreachable(&self, info: &NodeInfo, reason: String) {
         let mut members = self.members();
-        if members.unreachable(info) {
+        if members.unreachable(info, reason) {
             self.decide(&mut members);
         }
     }

@@ -289,6 +289,16 @@ impl RouterConfig {
         if policy::by_name(&router.policy).is_none() {
             return Err(unknown("router.policy", router.policy, policy::NAMES));
         }
+        for (key, value) in [
+            ("router.deadline_ms", router.deadline_ms),
+            ("router.deadline_max_ms", router.deadline_max_ms),
+            ("expert.router.stuck_ms", expert.router.stuck_ms),
+            ("expert.connections.admin_max", expert.connections.admin_max as u64),
+        ] {
+            if value == 0 {
+                return Err(unknown(key, "0".to_owned(), &["above zero"]));
+            }
+        }
         let config = Self {
             order: order(&router.order)?,
             http: router.http,

@@ -205,7 +205,8 @@ fn node(cluster: &Cluster, info: &NodeInfo, state: &NodeState) -> Value {
         "cached_blocks": cache.as_ref().and_then(|cache| cache.n_cached()),
         "cache": cache.as_ref().map(|cache| cache.knowledge().as_str()),
     });
-    if let Some(reason) = state.reason() {
+    let reason = state.reason().map(str::to_owned).or_else(|| cluster.no_stream(&info.id));
+    if let Some(reason) = reason {
         node["reason"] = json!(reason);
     }
     node

@@ -46,6 +46,8 @@ pub enum Reason {
 }
 
 impl RefusedKind {
+    const ALL: [Self; 5] = [Self::Call, Self::Link, Self::Entry, Self::Page, Self::Connection];
+
     const fn as_str(self) -> &'static str {
         match self {
             Self::Call => "call",
@@ -58,6 +60,20 @@ impl RefusedKind {
 }
 
 impl Reason {
+    const ALL: [Self; 11] = [
+        Self::Unsigned,
+        Self::Signature,
+        Self::Replayed,
+        Self::Clock,
+        Self::Target,
+        Self::Plaintext,
+        Self::Expired,
+        Self::Authority,
+        Self::Cluster,
+        Self::Role,
+        Self::Handshake,
+    ];
+
     const fn as_str(self) -> &'static str {
         match self {
             Self::Unsigned => "unsigned",
@@ -119,9 +135,13 @@ impl Collector for RefusalsOnPage {
     }
 
     fn collect(&self) -> Vec<MetricFamily> {
-        let counters = Self::vector(&self.opts);
-        for ((refused, reason), count) in self.refusals.all() {
-            counters.with_label_values(&[refused.as_str(), reason.as_str()]).inc_by(count);
+        let (counters, counts) = (Self::vector(&self.opts), self.refusals.all());
+        // Counts of zero are written too: Prometheus sees no increase in a series that begins with 1.
+        for refused in RefusedKind::ALL {
+            for reason in Reason::ALL {
+                let count = counts.get(&(refused, reason)).copied().unwrap_or(0);
+                counters.with_label_values(&[refused.as_str(), reason.as_str()]).inc_by(count);
+            }
         }
         counters.collect()
     }

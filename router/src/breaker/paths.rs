@@ -38,13 +38,17 @@ impl PathEnds {
         let end = |node: &NodeInfo| (node.id.clone(), node.epoch);
         Some(Self { from: end(held_by.or(route.prefill.as_deref())?), to: end(&route.decode) })
     }
+
+    /// Returns the nodes of the path, the sender first.
+    pub(super) fn nodes(&self) -> [&NodeId; 2] {
+        [&self.from.0, &self.to.0]
+    }
 }
 
 impl Paths {
     /// Returns the nodes of each path, the sender first, and the path's breaker.
     pub(super) fn shown(&self) -> Vec<([NodeId; 2], Breaker)> {
-        let ends = |path: &PathEnds| [path.from.0.clone(), path.to.0.clone()];
-        self.0.iter().map(|(path, breaker)| (ends(path), *breaker)).collect()
+        self.0.iter().map(|(path, breaker)| (path.nodes().map(NodeId::clone), *breaker)).collect()
     }
 
     pub(super) fn len(&self) -> usize {

@@ -32,6 +32,10 @@ fn checked_message(
     let content = content(path, role, message.get_mut("content").map(Value::take))?;
     message.insert("role".to_owned(), role.into());
     message.insert("content".to_owned(), content.into());
+    // vLLM's newer name for it.
+    if let Some(reasoning) = message.get("reasoning").filter(|reasoning| !reasoning.is_null()).cloned() {
+        message.entry("reasoning_content").or_insert(reasoning);
+    }
     check_calls(&format!("{path}.tool_calls"), message.get("tool_calls"))?;
     if arguments == ArgumentsForm::Object
         && let Some(Value::Array(calls)) = message.get_mut("tool_calls")
@@ -102,10 +106,14 @@ fn check_calls(path: &str, calls: Option<&Value>) -> Result<(), AcceptError> {
     })
 }
 
-/// Converts a tool call's arguments from a JSON string to an object, which templates expect. Other values
-/// stay as they are.
+/// Converts a tool call's arguments from a JSON string to an object, which templates expect. A call without arguments gets
+/// an empty one. Other values stay as they are.
 fn parse_arguments(call: &mut Value) {
-    let Some(arguments) = call.pointer_mut("/function/arguments") else { return };
+    let Some(function) = call.get_mut("function").and_then(Value::as_object_mut) else { return };
+    let arguments = function.entry("arguments").or_insert(Value::Null);
+    if arguments.is_null() || arguments.as_str().is_some_and(|text| text.trim().is_empty()) {
+        *arguments = Value::Object(Map::new());
+    }
     let parsed = arguments.as_str().and_then(|text| serde_json::from_str(text).ok());
     if let Some(object @ Value::Object(_)) = parsed {
         *arguments = object;
@@ -136,6 +144,14 @@ mod tests {
             (
                 json!({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{\"b\": 1, \"a\": 2}"}}]}),
                 json!({"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"b": 1, "a": 2}}}]}),
+            ),
+            (
+                json!({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": ""}}, {"function": {"name": "g"}}]}),
+                json!({"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}, {"function": {"name": "g", "arguments": {}}}]}),
+            ),
+            (
+                json!({"role": "assistant", "content": "a", "reasoning": "b"}),
+                json!({"role": "assistant", "content": "a", "reasoning": "b", "reasoning_content": "b"}),
             ),
         ] {
             assert_eq!(check(json!([given])).expect("sane"), json!([expected]));

@@ -162,6 +162,8 @@ pub(super) struct Member {
     fingerprint: FingerprintDigest,
     /// The state of the node's status stream.
     link: NodeState,
+    /// Why there is no status stream; `None` while there is one, or before the first attempt has ended.
+    pub(super) no_stream: Option<String>,
     /// Whether the node has sent no report in its current status stream. If the first one is a load, the node accepts
     /// work, even if it drained before: it has changed its role, and back, and the router has missed that.
     stream_is_new: bool,
@@ -197,6 +199,7 @@ impl Member {
             info,
             node,
             link: NodeState::Connecting,
+            no_stream: None,
             stream_is_new: true,
             refusal,
             is_suspect: false,
@@ -391,6 +394,7 @@ impl Members {
             NodeReport::Draining => member.link = NodeState::Draining,
         }
         member.stream_is_new = false;
+        member.no_stream = None;
         member.link != before
     }
 
@@ -401,12 +405,18 @@ impl Members {
         }
     }
 
-    /// Marks a node as unreachable. Returns true if the node was usable before.
-    pub(super) fn unreachable(&mut self, info: &NodeInfo) -> bool {
-        let Some(member) = self.life_of(info).filter(|member| member.link == NodeState::Ready) else {
+    /// Notes why there is no status stream, and marks the node as unreachable. Returns true if it was usable before.
+    pub(super) fn unreachable(&mut self, info: &NodeInfo, reason: String) -> bool {
+        let Some(member) = self.life_of(info) else { return false };
+        let is_new = member.no_stream.as_ref() != Some(&reason);
+        if member.link == NodeState::Connecting && is_new {
+            info!(node = %info.id, address = info.address, reason, "status stream from node cannot be opened");
+        }
+        member.no_stream = Some(reason);
+        if member.link != NodeState::Ready {
             return false;
-        };
-        warn!(node = %info.id, "status stream from node lost");
+        }
+        warn!(node = %info.id, reason = member.no_stream, "status stream from node lost");
         member.link = NodeState::Unreachable;
         if member.is_missing {
             info!(node = %info.id, "node of the members file has left the cluster");

@@ -105,8 +105,14 @@ async fn a_node_is_usable_once_it_has_spoken_and_until_it_falls_silent() {
     let announcement = test_cluster.registry.announce(fake_node.info.clone()).await.expect("announced");
     test_cluster.state("d", &NodeState::Connecting).await;
     assert!(test_cluster.cluster.ready().is_err());
+    let no_stream = || test_cluster.cluster.no_stream(&fake_node.info.id);
+    // Nothing listens at its address yet.
+    while no_stream().is_none() {
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
     let running = fake_node.start(&test_cluster.world, &test_cluster.gate).await;
     test_cluster.state("d", &NodeState::Ready).await;
+    assert_eq!(no_stream(), None);
     assert_eq!(test_cluster.cluster.ready(), Ok(()));
     assert_eq!(test_cluster.cluster.models().len(), 1);
     drop(running);
@@ -132,7 +138,7 @@ async fn a_member_of_the_file_that_answers_outlives_a_list_without_it() {
     test_cluster.state("d", &NodeState::Ready).await;
     cluster.apply(MembershipEvent::Snapshot(Vec::new()));
     assert_eq!((ids(), cluster.ready()), (vec!["d".to_owned()], Ok(())));
-    cluster.unreachable(&fake_node.info);
+    cluster.unreachable(&fake_node.info, "gone".to_owned());
     assert_eq!(ids(), Vec::<String>::new());
 }
 

@@ -5,7 +5,7 @@ use axum::middleware::Next;
 use axum::response::Response;
 use chassis::telemetry::{mark_failed, request_span};
 use http::HeaderValue;
-use tracing::{Instrument, error, info};
+use tracing::{Instrument, debug, error, info};
 
 use super::caller::{REQUEST_ID, REQUEST_ID_OF_ANTHROPIC};
 use super::error::{Code, ErrorForm, HttpError};
@@ -48,6 +48,8 @@ async fn answered(metrics: &RouterMetrics, request: Request, next: Next) -> Resp
         Some(Code::Internal) => {
             error!(code = Code::Internal.as_str(), "request failed with an internal error")
         }
+        // Probes are sent every few seconds, and their answers say why.
+        Some(code) if is_probe => debug!(code = code.as_str(), "probe answered with an error"),
         Some(code) => info!(code = code.as_str(), status = response.status().as_u16(), "request refused"),
         None => {}
     }
